@@ -1,4 +1,4 @@
-"""Which drafts are kept: those that equal the row's own draws.
+"""Count the drafts to keep: those that equal the row's own draws.
 
 A draw depends on nothing but seed, position and logits. So a draft that equals the draw at its position is the token that the row
 would have got without drafts, and the logits behind it are those that it would have had. No answer changes, whatever is drafted.

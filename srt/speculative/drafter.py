@@ -1,4 +1,4 @@
-"""What guesses the next tokens of decoding rows, and how many it may guess."""
+"""The interface of drafters, which guess the next tokens of decoding rows, and the limits on how many they guess."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ class DraftLimits:
         self._end: Ints = np.zeros(num_slots, np.int64)  # positions that the request computes at most
         self._now: Ints = np.zeros(num_slots, np.int64)  # drafts of the row's next step, when it does not rest
         self._rest: Ints = np.zeros(num_slots, np.int64)  # steps without drafts that are left
-        self._num_misses: Ints = np.zeros(
-            num_slots, np.int64
-        )  # latest verifications whose first draft was wrong, one after the other
+        self._num_misses: Ints = np.zeros(num_slots, np.int64)  # latest steps in a row whose first draft was wrong
 
     def admit(self, admission: Admission) -> None:
         """Begin a slot anew. Rows that need a mask for each token do not draft, because masks are made one token at a time."""

@@ -1,4 +1,4 @@
-"""What a decode step on a CPU does for its rows beside the layers, in compiled code: look them up, draw, and store the draws.
+"""Compiled operations on the rows of a CPU's decode step, around the layers: look them up, draw ids, and store the draws.
 
 Each function does what the operations of PyTorch that it replaces do, to the bit; `rows.h` has the code.
 """

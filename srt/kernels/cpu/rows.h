@@ -1,6 +1,6 @@
-// What a decode step does for its rows beside the layers: look them up in the tables, draw, and store what was drawn.
+// Operations on the rows of a decode step, around the layers: look them up in the tables, draw ids, and store the draws.
 //
-// Each function does what the function of the same name in Python does, to the bit.
+// Each function has the results, to the bit, of the Python in the file that its heading names.
 #pragma once
 
 #include <cmath>

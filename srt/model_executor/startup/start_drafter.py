@@ -1,4 +1,4 @@
-"""Create what drafts the next tokens, as the options say."""
+"""Create the drafter that guesses next tokens, as the options say."""
 
 from __future__ import annotations
 

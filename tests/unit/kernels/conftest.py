@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures for tests of kernels."""
 
 from __future__ import annotations
 
