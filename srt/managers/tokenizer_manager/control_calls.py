@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from srt.protocol.messages import ControlReply, FromFrontend
 
@@ -21,8 +21,8 @@ class ControlCalls:
     def num_of_clients(self) -> int:
         return len(self._open) - self._num_own
 
-    def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> Coroutine[None, None, ControlReply]:
-        """Send the message that `make` builds for a call number. The result, to be awaited, waits for the reply with that number.
+    def call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> asyncio.Future[ControlReply]:
+        """Send the message that `make` builds for a call number. The result, to be awaited, gets the reply with that number.
 
         is_own: the frontend itself asks; no client waits for the reply.
         """
@@ -32,15 +32,13 @@ class ControlCalls:
         message = make(number)
         self._open[number] = message, answer
         self._num_own += is_own
+        answer.add_done_callback(lambda _: self._forget(number, is_own))  # also if it is cancelled
         self._send(message)
-        return self._answer(number, answer, is_own)
+        return answer
 
-    async def _answer(self, number: int, answer: asyncio.Future[ControlReply], is_own: bool) -> ControlReply:
-        try:
-            return await answer
-        finally:
-            del self._open[number]
-            self._num_own -= is_own
+    def _forget(self, number: int, is_own: bool) -> None:
+        del self._open[number]
+        self._num_own -= is_own
 
     def handle(self, reply: ControlReply) -> None:
         """Resolve the call that this reply answers. Does nothing if the call was cancelled."""

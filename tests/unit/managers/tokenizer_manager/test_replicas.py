@@ -244,6 +244,20 @@ def test_control_calls_reach_all_replicas_and_a_pause_needs_all_of_them(play: Ca
     play(story)
 
 
+def test_a_control_call_is_forgotten_whose_client_leaves_as_it_is_sent(play: Callable[[Story], None]) -> None:
+    async def story(manager: TokenizerManager, first: FakeScheduler, second: FakeScheduler) -> None:
+        asking = asyncio.ensure_future(manager.get_state())
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await first.expect(GetState)
+        await second.expect(GetState)
+        assert manager.stats()["live_calls"] == 0
+
+    play(story)
+
+
 def test_what_cannot_move_fails_when_its_replica_does_not_come_back(play: Callable[[Story], None]) -> None:
     async def story(manager: TokenizerManager, first: FakeScheduler, second: FakeScheduler) -> None:
         suspect, request = await begin(manager, first, 0)
