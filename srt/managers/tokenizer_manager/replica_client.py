@@ -71,9 +71,7 @@ class ReplicaClient:
         self.is_final = False  # no scheduler will come any more
         self.num_rejected = 0
         self._next: EngineReplaced | None = None  # how to reach the next scheduler
-        self._lost: EngineLost | None = (
-            None  # what is known of the present scheduler's end, before the next one is known
-        )
+        self._lost: EngineLost | None = None  # how the present scheduler ended, while the next one is not known
         self._connect = connect
         self._owner = owner
         self._link = self._link_to(generation)
@@ -111,16 +109,16 @@ class ReplicaClient:
     def _go_to_next(self) -> None:
         replaced, self._next = self._next, None
         lost, self._lost = self._lost, None
-        if replaced is not None:
+        if lost is not None and (replaced is None or lost.is_final):
+            self.is_greeted = False
+            self.deliveries.record_lost()
+            self.deliveries.record_cause(by_request=(replaced or lost).by_request)
+            self.is_final = lost.is_final
+            self._link.drop()
+        elif replaced is not None:
             self.deliveries.record_death(by_request=replaced.by_request)
             self._link.drop()
             self._link = self._link_to(replaced.generation)
-        elif lost is not None:
-            self.is_greeted = False
-            self.deliveries.record_lost()
-            self.deliveries.record_cause(by_request=lost.by_request)
-            self.is_final = lost.is_final
-            self._link.drop()
         self._owner.replica_changed(self)
 
     def _link_to(self, generation: int) -> SchedulerLink:

@@ -258,6 +258,19 @@ def test_a_control_call_is_forgotten_whose_client_leaves_as_it_is_sent(play: Cal
     play(story)
 
 
+def test_the_end_of_the_server_is_heard_behind_a_replacement_that_is_not_linked_yet(
+    play: Callable[[Story], None],
+) -> None:
+    async def story(manager: TokenizerManager, first: FakeScheduler, second: FakeScheduler) -> None:
+        handle, _ = await begin(manager, first, 0)
+        manager.engine_changed(EngineReplaced(3, by_request=True))  # and the link's end is not noticed yet
+        manager.engine_changed(EngineLost(0, by_request=True, is_final=True))
+        with pytest.raises(EngineDied, match="shutting down"):
+            await handle.collect()
+
+    play(story)
+
+
 def test_what_cannot_move_fails_when_its_replica_does_not_come_back(play: Callable[[Story], None]) -> None:
     async def story(manager: TokenizerManager, first: FakeScheduler, second: FakeScheduler) -> None:
         suspect, request = await begin(manager, first, 0)
