@@ -15,6 +15,7 @@ def draft_model_args(args: ServerArgs) -> ServerArgs:
         model_path=args.speculative_draft_model_path,
         json_model_override_args="{}",
         quantization=None,
+        quantization_param_path=None,
         context_length=None,
         model_impl="auto",
         enable_torch_compile=False,

@@ -134,6 +134,15 @@ def test_a_file_of_scales_serves_keys_and_values_alike(checkpoint: CheckpointFac
     assert len(job.outputs) == 3
 
 
+def test_a_file_of_scales_is_not_for_the_model_that_drafts(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    runner = make_runner(
+        checkpoint("qwen3"), 16, kv_cache_dtype="fp8_e4m3",
+        quantization_param_path=str(scales_file(tmp_path, {"0": {"0": 0.25, "1": 2}})),
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(checkpoint("qwen3", num_layers=1)),
+    )  # fmt: skip
+    assert runner.state.token_to_kv_pool.k_scales == [0.25, 2.0]
+
+
 def test_each_rank_has_its_scales(tmp_path: Path) -> None:
     path = scales_file(tmp_path, {"0": {"0": 0.5, "1": 1.0}, "1": {"0": 0.25, "1": 4.0}})
     assert read_scales_file(path, "llama", 2, 2) == [[0.5, 1.0], [0.25, 4.0]]
