@@ -207,10 +207,10 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     available = available_memory_bytes()
     needed *= args.dp_size
     if needed > available:
-        copies = f" in {args.dp_size} replicas" if args.dp_size > 1 else ""
+        copies, fewer = (f" in {args.dp_size} replicas", " a smaller --dp-size,") if args.dp_size > 1 else ("", "")
         raise StartError(
             f"The weights take {needed / 1e9:.1f} GB as {dtype}{copies}, and {available / 1e9:.1f} GB of memory are available:"
-            " choose a smaller model, or --dtype bfloat16 if it is not set already."
+            f" choose{fewer} a smaller model, or --dtype bfloat16 if it is not set already."
         )
 
 
