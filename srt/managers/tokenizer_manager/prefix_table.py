@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from srt.protocol.messages import GenerateRequest
 
-SHORTEST = 64  # tokens of the shortest prefix that counts
+SHORTEST = 64  # tokens of the shortest prefix that is recorded
 MOST_PREFIXES = 1 << 16  # to remember: a prompt has at most some thirty
 _HASH_BYTES = 16
 
@@ -20,8 +20,8 @@ _HASH_BYTES = 16
 class PrefixTable:
     """Remembers, for prefixes of prompts, the replicas that have them. The prefixes used least recently are forgotten.
 
-    Of each prompt, prefixes of certain lengths count: 64 tokens, and half as many more again and again. So a prompt that shares n
-    tokens with an earlier one is found by at least two thirds of them.
+    Only prefixes of certain lengths are recorded: 64 tokens, 96, 144 and so on, each half as long again. So if a prompt shares n >= 64
+    tokens with an earlier one, a prefix of more than two thirds of these n is found.
     """
 
     def __init__(self, most: int = MOST_PREFIXES) -> None:
@@ -64,7 +64,7 @@ class PrefixTable:
 
 
 def prefix_lengths(num_tokens: int) -> Iterator[int]:
-    """Yield the lengths of the prefixes that count, of a prompt with so many tokens."""
+    """Yield the lengths of the prefixes that are recorded of a prompt of `num_tokens` tokens, the shortest first."""
     length = SHORTEST
     while length <= num_tokens:
         yield length

@@ -12,7 +12,7 @@ from srt.managers.tokenizer_manager.prefix_table import PrefixTable
 from srt.managers.tokenizer_manager.replica_client import ReplicaClient
 from srt.protocol.messages import GenerateRequest
 
-# A replica that has the prefix is preferred while it has at most this share of the other's requests, and so many on top of that.
+# A replica that has the prefix is preferred while it has at most MOST_SHARE times the other's requests, plus MOST_MORE.
 MOST_SHARE = 1.25
 MOST_MORE = 8
 
