@@ -75,6 +75,8 @@ class Int8Weight(LinearWeight):
     def _product(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the product of 8-bit integers. A CPU is faster with floating-point numbers, which hold them exactly."""
         if not self.values.is_cuda or self.shape[0] % _WIDTH or self.shape[1] % _WIDTH:
+            if dtype is torch.float16:
+                dtype = torch.float32  # sums of a few products are already beyond float16's range
             return F.linear(numbers.to(dtype), self.values.to(dtype))
         rows = len(numbers)
         if rows < _LEAST_ROWS:

@@ -20,11 +20,13 @@ from srt.layers.moe.expert_ops import Choice
 from srt.layers.moe.experts import ExpertLayers
 from srt.layers.quantization.cpu_products import from_e4m3
 from srt.layers.quantization.fp8_weight import quantise_rows
+from srt.layers.quantization.int8_weight import Int8Weight
 from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
 from srt.layers.weights import WeightPiece
 from srt.model_loader.loader import LoadConfig, get_model_loader
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+from srt.utils.quantization import WeightFormat
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.dense_attention import dense_batch
 from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, Quantisation, write_mxfp4, write_quantised
@@ -306,3 +308,13 @@ def test_merged_layers_in_different_formats_are_refused(checkpoint: CheckpointFa
 
 def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
+
+
+def test_sums_of_8_bit_products_may_be_beyond_float16() -> None:
+    places = [Place("layer", 8, 64, 0, 0, 8)]
+    weight = Int8Weight(WeightFormat("int8", 8, "channel", activations="token"), 8, 64, places)
+    weight.values.fill_(127)
+    weight.scales.fill_(1 / 127)
+    weight.finish()
+    found = weight.multiply(torch.ones(2, 64, dtype=torch.float16), None)
+    torch.testing.assert_close(found, torch.full((2, 8), 64.0, dtype=torch.float16))
