@@ -30,15 +30,7 @@ def build_architecture(architecture: str, folder: str | Path, overrides: Mapping
         raise ModelError(f"Neither this server nor transformers {version} has the architecture {architecture}.")
     _refuse_kinds(architecture, build, config)
     register()
-    try:
-        model = _built(build, config, PAGED, dtype)
-    except Exception as error:  # models choose their attention in their own ways, some from a table
-        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise ModelError(
-            f"{architecture} cannot be served by the library transformers: it cannot be built with attention from outside"
-            f" ({type(error).__name__}: {reason})."
-        ) from error
-    return model
+    return _built(architecture, build, config, PAGED, dtype)
 
 
 def build_encoder(
@@ -55,10 +47,11 @@ def build_encoder(
     kind = getattr(transformers, architecture) if is_classifier else transformers.AutoModel._model_mapping[type(config)]
     has_pooling_layer = not is_classifier and "add_pooling_layer" in signature(kind).parameters
     build = partial(kind, add_pooling_layer=False) if has_pooling_layer else kind
-    return _built(build, config, "sdpa" if kind._supports_sdpa else "eager", dtype)
+    return _built(architecture, build, config, "sdpa" if kind._supports_sdpa else "eager", dtype)
 
 
-def _built(build: Callable[[Any], Any], config: Any, attention: str, dtype: torch.dtype) -> Any:
+def _built(architecture: str, build: Callable[[Any], Any], config: Any, attention: str, dtype: torch.dtype) -> Any:
+    """Return the library's model on the meta device, with this attention; ModelError if the library cannot build it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # the library computes some constants in it
     try:
@@ -67,6 +60,13 @@ def _built(build: Callable[[Any], Any], config: Any, attention: str, dtype: torc
             model = build(config).eval()
             model.tie_weights()
             return model
+    except Exception as error:  # models choose their attention in their own ways, some from a table
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        outside = " with attention from outside" if attention == PAGED else ""
+        raise ModelError(
+            f"{architecture} cannot be served by the library transformers: it cannot be built{outside}"
+            f" ({type(error).__name__}: {reason})."
+        ) from error
     finally:
         torch.set_default_dtype(before)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from srt.utils.config_values import positive_int
+from srt.utils.config_values import positive_int, token_ids
 
 ENDINGS: Final = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
@@ -47,4 +47,7 @@ def encoder_of(architecture: str) -> Encoder | None:
 def num_positions(encoder: Encoder, raw: Mapping[str, Any]) -> int:
     """Return the number of tokens that a text can have."""
     count = positive_int(raw, "max_position_embeddings")
-    return count - int(raw.get("pad_token_id", 1) or 0) - 1 if encoder.counts_from_padding else count
+    if not encoder.counts_from_padding:
+        return count
+    padding = token_ids("config.json", {"pad_token_id": 1, **raw}, "pad_token_id")
+    return count - max(padding, default=0) - 1

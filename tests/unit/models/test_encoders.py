@@ -85,3 +85,22 @@ def test_options_without_use_for_an_encoder_are_refused(option: list[str], tmp_p
     args = parse_args(["--model-path", str(tmp_path), *option])
     with pytest.raises(StartError, match=f"{option[0]} is not supported for encoders such as BertModel"):
         check_model(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pad_token_id": "one"}, "pad_token_id must be a token id"),
+        ({"pad_token_id": -9}, "pad_token_id must be a token id"),
+        ({"hidden_act": "no such function"}, "it cannot be built"),
+        ({"num_attention_heads": 0}, "it cannot be built"),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_refused_in_a_sentence(
+    changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    write_encoder(tmp_path, "xlm-roberta")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
