@@ -173,8 +173,11 @@ def _gptq(quantization: Mapping[str, Any]) -> WeightFormats:
     listed = quantization.get("modules_in_block_to_quantize")
     targets = _EVERY
     if listed is not None:
-        flat = [one for part in listed for one in (part if isinstance(part, list) else [part])]
-        targets = LayerNames(tuple(f"in:{name}" for name in flat))
+        flat = listed
+        if isinstance(listed, list):
+            flat = [one for part in listed for one in (part if isinstance(part, list) else [part])]
+        stated = names({"modules_in_block_to_quantize": flat}, "modules_in_block_to_quantize")
+        targets = LayerNames(tuple(f"in:{name}" for name in stated))
     return WeightFormats("gptq", LayerNames(tuple(ignored)), ((targets, form),))
 
 
@@ -345,7 +348,7 @@ def _check_patterns(formats: WeightFormats) -> None:
         for pattern in layer_names.patterns:
             try:
                 re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ModelError(
                     f"config.json: {shown(pattern)} in quantization_config is no regular expression: {error}."
                 ) from error

@@ -260,6 +260,12 @@ def test_the_option_must_name_what_the_checkpoint_is(tmp_path: Path) -> None:
         ModelConfig.from_folder(plain, quantization="gptq")
 
 
+@pytest.mark.parametrize("listed", [5, True, "mlp", [[1]], [["mlp", None]]])
+def test_layers_to_quantise_that_are_no_names_are_refused(listed: Any, tmp_path: Path) -> None:
+    quantization = {"quantization_config": {**GPTQ, "modules_in_block_to_quantize": listed}}
+    assert "modules_in_block_to_quantize must be a list of names" in refusal(tmp_path, quantization)
+
+
 def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) -> None:
     plain = read(tmp_path)
     assert read(tmp_path, {"quantization_config": KV_ONLY}) == plain
@@ -284,6 +290,8 @@ def test_a_quantization_of_keys_and_values_alone_is_let_through(tmp_path: Path) 
         ),
         ({"config_groups": {"group_0": INT4 | {"input_activations": {"num_bits": 8}}}}, "input_activations"),
         ({"ignore": ["re:("], "config_groups": {"group_0": INT4}}, "'re:(' in"),
+        ({"ignore": ["re:a{99999999999}"], "config_groups": {"group_0": INT4}}, "'re:a{99999999999}' in"),
+        ({"ignore": ["re:" + "(" * 3000], "config_groups": {"group_0": INT4}}, "((((... in"),
         ({**GPTQ, "bits": 3}, "bits 3 in"),
         ({**GPTQ, "group_size": 16}, "group_size 16 in"),
         ({**GPTQ, "lm_head": True}, "lm_head True in"),
