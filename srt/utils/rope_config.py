@@ -159,13 +159,14 @@ def _refuse(kind: object, values: Mapping[str, Any]) -> None:
 def _yarn_attention_factor(values: Mapping[str, Any], factor: float) -> float:
     if values.get("attention_factor") is not None:
         return positive_number(values, "attention_factor")
-
-    def mscale(scale: float, weight: float) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
     numerator, denominator = values.get("mscale"), values.get("mscale_all_dim")
     if numerator and denominator:
-        return mscale(factor, positive_number(values, "mscale")) / mscale(
+        return yarn_mscale(factor, positive_number(values, "mscale")) / yarn_mscale(
             factor, positive_number(values, "mscale_all_dim")
         )
-    return mscale(factor, 1.0)
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Return the factor by which YaRN raises attention for a context that is stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

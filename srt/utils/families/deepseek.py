@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from srt.utils.config_values import positive_number
+from srt.utils.config_values import positive_number, shown
 from srt.utils.families.experts import corrected_routing, dense_layers_first, groups_of, routing
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.layer_spec import Experts, LatentAttention, LayerSpec, Routing, SharedExpert
 from srt.utils.model_error import ModelError
+from srt.utils.rope_config import RopeConfig, yarn_mscale
 
 
 def _v2_layers(config: ConfigReader) -> list[LayerSpec]:
@@ -17,11 +17,9 @@ def _v2_layers(config: ConfigReader) -> list[LayerSpec]:
 
 
 def _v3_layers(config: ConfigReader) -> list[LayerSpec]:
-    """Files do not always name the rotation's order, which is interleaved by default."""
     config.only("topk_method", "noaux_tc")
     config.only("scoring_func", "sigmoid")
-    is_interleaved = config.raw.get("rope_interleave") is not False
-    return _layers(config, corrected_routing(config), 3, is_interleaved=is_interleaved)
+    return _layers(config, corrected_routing(config), 3, is_interleaved=config.flag("rope_interleave"))
 
 
 def _v2_routing(config: ConfigReader) -> Routing:
@@ -37,7 +35,7 @@ def _v2_routing(config: ConfigReader) -> Routing:
             return replace(plain, num_groups=num_groups, num_chosen_groups=num_chosen, num_group_scores=1)
         case method:
             raise ModelError(
-                f"config.json: topk_method {method!r} is not supported, only 'greedy' and 'group_limited_greedy'."
+                f"config.json: topk_method {shown(method)} is not supported, only 'greedy' and 'group_limited_greedy'."
             )
 
 
@@ -58,6 +56,7 @@ def _attention(config: ConfigReader, *, is_interleaved: bool) -> LatentAttention
     nope_dim, rope_dim = config.positive_int("qk_nope_head_dim"), config.positive_int("qk_rope_head_dim")
     if rope_dim % 2:
         raise ModelError(f"config.json: qk_rope_head_dim must be even for rotary embeddings, not {rope_dim}.")
+    rope = config.rope(is_interleaved=is_interleaved)
     return LatentAttention(
         config.num_heads,
         None if config.raw.get("q_lora_rank") is None else config.positive_int("q_lora_rank"),
@@ -65,19 +64,18 @@ def _attention(config: ConfigReader, *, is_interleaved: bool) -> LatentAttention
         nope_dim,
         rope_dim,
         config.positive_int("v_head_dim"),
-        _scale(config, nope_dim + rope_dim),
-        config.rope(is_interleaved=is_interleaved),
+        _scale(config, nope_dim + rope_dim, rope),
+        rope,
     )
 
 
-def _scale(config: ConfigReader, head_dim: int) -> float:
+def _scale(config: ConfigReader, head_dim: int, rope: RopeConfig) -> float:
     """Return the factor of the products of queries and keys. YaRN raises it with the length of the context."""
     parameters = config.raw["rope_parameters"]
     scale = float(head_dim**-0.5)
-    if parameters.get("rope_type", "default") == "default" or not parameters.get("mscale_all_dim"):
+    if rope.kind == "default" or not parameters.get("mscale_all_dim"):
         return scale
-    factor, weight = positive_number(parameters, "factor", 1.0), positive_number(parameters, "mscale_all_dim")
-    raised = 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    raised = yarn_mscale(rope.factor, positive_number(parameters, "mscale_all_dim"))
     return scale * raised * raised
 
 
@@ -92,5 +90,5 @@ DEEPSEEK_V3 = Family(
     "DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight",
     "latent attention; experts chosen by a sigmoid from groups, beside a shared one; dense layers first",
     _v3_layers,
-    defaults={"norm_topk_prob": True},
+    defaults={"norm_topk_prob": True, "rope_interleave": True},
 )

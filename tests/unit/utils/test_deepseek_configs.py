@@ -92,6 +92,21 @@ def test_ranks_share_heads_but_not_latents(tmp_path: Path) -> None:
         config.check_tp(32)
 
 
+def test_yarn_without_a_factor_raises_scores_by_the_factor_of_its_rotation(tmp_path: Path) -> None:
+    yarn = {**KIMI_K2["rope_scaling"], "factor": 32.0}
+    stated = latents_of(read(tmp_path, {**KIMI_K2, "rope_scaling": yarn}))
+    del yarn["factor"]
+    found = latents_of(read(tmp_path, {**KIMI_K2, "rope_scaling": yarn}))
+    assert (found.rope.factor, found.scale) == (32.0, pytest.approx(stated.scale))
+
+
+def test_the_order_of_rotations_is_true_or_false(tmp_path: Path) -> None:
+    assert latents_of(read(tmp_path, KIMI_K2)).rope.is_interleaved
+    assert not latents_of(read(tmp_path, {**KIMI_K2, "rope_interleave": False})).rope.is_interleaved
+    with pytest.raises(ModelError, match="rope_interleave must be true or false, not 0"):
+        read(tmp_path, {**KIMI_K2, "rope_interleave": 0})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
