@@ -11,10 +11,11 @@ LARGEST = 2**31 - 1
 """Upper limit of every count and token id; a larger number is a mistake."""
 
 
-def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def positive_int(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = LARGEST) -> int:
     value = _stated(raw, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise ModelError(f"config.json: {key} must be a positive integer, not {shown(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        limit = "" if most == LARGEST else f" of at most {most}"
+        raise ModelError(f"config.json: {key} must be a positive integer{limit}, not {shown(value)}.")
     return value
 
 

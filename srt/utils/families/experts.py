@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from srt.utils.families.family import ConfigReader
+from srt.utils.families.family import MOST_PARTS, ConfigReader
 from srt.utils.layer_spec import Experts, FeedForward, Routing
 from srt.utils.model_error import ModelError
 
@@ -18,7 +18,7 @@ def routing(config: ConfigReader, **given: Any) -> Routing:
     stated = [
         key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.raw.get(key) is not None
     ]
-    num_experts = config.positive_int(stated[0] if stated else "num_experts")
+    num_experts = config.positive_int(stated[0] if stated else "num_experts", most=MOST_PARTS)
     top_k = config.positive_int("num_experts_per_tok")
     if top_k > num_experts:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are only {num_experts} experts.")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from srt.utils.config_values import flag, mapping, names, positive_int, positive_number, shown
+from srt.utils.config_values import LARGEST, flag, mapping, names, positive_int, positive_number, shown
 from srt.utils.layer_spec import NO_SCALES, FastPath, FeedForward, LayerSpec, NormKind, Scales, SelfAttention
 from srt.utils.model_error import ModelError
 from srt.utils.rope_config import RopeConfig, read_rope
+
+MOST_PARTS: Final = 10_000
+"""Most layers of a model, and most experts of a layer: each has objects of its own, so that a mistake would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class ConfigReader:
         """The content of the file, null values included."""
         self._values = {**family.defaults, **{key: value for key, value in raw.items() if value is not None}}
         self._default_theta = family.defaults.get("rope_theta", 10000.0)
-        self.num_layers = self.positive_int("num_hidden_layers")
+        self.num_layers = self.positive_int("num_hidden_layers", most=MOST_PARTS)
         self.hidden_size = self.positive_int("hidden_size")
         self.num_heads = self.positive_int("num_attention_heads")
         self.max_position_embeddings = self.positive_int("max_position_embeddings")
@@ -49,8 +52,8 @@ class ConfigReader:
     def flag(self, key: str) -> bool:
         return flag(self._values, key)
 
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        return positive_int(self._values, key, default)
+    def positive_int(self, key: str, default: int | None = None, most: int = LARGEST) -> int:
+        return positive_int(self._values, key, default, most)
 
     def positive_number(self, key: str, default: float | None = None) -> float:
         return positive_number(self._values, key, default)

@@ -118,6 +118,8 @@ def test_the_order_of_rotations_is_true_or_false(tmp_path: Path) -> None:
         ({"topk_method": "group_limited_greedy", "n_group": 3}, "64 experts do not make 3 groups"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even"),
         ({"kv_lora_rank": None}, "no kv_lora_rank"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be a positive integer of at most 10000"),
+        ({"n_routed_experts": 2**31 - 1}, "n_routed_experts must be a positive integer of at most 10000"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
