@@ -63,8 +63,8 @@ def _poisonous(settings: Settings, rng: random.Random) -> Settings:
         num_poisons=20,
         poison_share=0.5,
         arrival_gap=2 * small.arrival_gap,
-        num_returns=6,
-        num_questions=40,
+        num_returns=2,
+        num_questions=10,
         lost_share=0.0,
     )
 

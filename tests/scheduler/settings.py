@@ -154,7 +154,7 @@ class Settings:
             num_slow_steps=rng.choice((0, 0, 1, 3)),
             num_graphs=graphs.choice((0, 0, 5, 50)),
             missing_share=graphs.choice((0.0, 0.1, 1.0)),
-            num_poisons=graphs.choice((0, 0, 0, 3, 6)),
+            num_poisons=graphs.choice((0, 0, 0, 12, 24)),
         )
 
     def server_args(self) -> ServerArgs:

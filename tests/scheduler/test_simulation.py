@@ -77,9 +77,9 @@ def test_a_world_can_be_replayed() -> None:
 
 def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, first = Tally(), Tally()
-    soak(whole, 2000)
+    soak(whole, 6000)
     soak(first, 300, tmp_path / "soak.json")
     second = Tally.load(tmp_path / "soak.json")
-    soak(second, 2000, jobs=2)
+    soak(second, 6000, jobs=2)
     assert first.next_seed < second.next_seed == whole.next_seed
     assert second.statistics == whole.statistics
