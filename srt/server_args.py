@@ -61,7 +61,7 @@ class ServerArgs:
     tokenizer_path: str | None = option(None, "folder of the tokenizer, if it is not the model's", group=MODEL)
     load_format: str = option(
         "auto",
-        "how the weights are loaded; dummy: random weights",
+        "how the weights are loaded; auto: safetensors, or else PyTorch's .bin; dummy: random weights",
         group=MODEL,
         choices=("auto", "safetensors", "dummy"),
     )

@@ -30,7 +30,7 @@ from srt.managers.supervisor.run_dir import PREFIX, RunDir, is_in_use
 from srt.server_args import ArgumentError, ServerArgs, make_parser, parse_args
 from srt.utils.cache_folders import VARIABLE as CACHE_VARIABLE
 from srt.utils.cache_folders import cache_environment
-from srt.utils.checkpoint import DEFAULT_MODEL
+from srt.utils.checkpoint import DEFAULT_MODEL, estimate_weight_bytes
 from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes, usable_cores
@@ -339,7 +339,7 @@ def _check_address(args: ServerArgs) -> str:
 
 def _check_model(args: ServerArgs) -> str:
     folder = check_model(args)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = 0 if args.load_format == "dummy" else estimate_weight_bytes(folder)
     return f"{folder} fits, with {size / 1e9:.2f} GB of weights"
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
 
-from srt.utils.checkpoint import TensorHeader, read_headers
+from srt.model_loader.weight_copy import DTYPES
+from srt.utils.checkpoint import TensorHeader, read_headers, read_parts
 from srt.utils.model_error import ModelError
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
@@ -59,8 +60,7 @@ def _check(found: Mapping[tuple[str, int], float], num_layers: int, folder: str 
 def _read_number(header: TensorHeader) -> float:
     if header.num_elements != 1:
         raise ModelError(f"{header.file}: {header.name} must be one number, not {list(header.shape)}.")
-    try:
-        with safe_open(header.file, framework="pt", device="cpu") as opened:
-            return float(opened.get_tensor(header.name).float().item())
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{header.file} cannot be read: {error}.") from error
+    if header.dtype not in DTYPES:
+        raise ModelError(f"{header.file}: {header.name} is of type {header.dtype}, which is not supported.")
+    stored = bytearray().join(read_parts(header))
+    return float(torch.frombuffer(stored, dtype=DTYPES[header.dtype]).float().item())

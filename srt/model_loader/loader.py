@@ -40,7 +40,7 @@ class LoadConfig:
     """Options for reading weights."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """auto means safetensors, the only file format that is read; dummy draws random weights and needs no files."""
+    """auto reads safetensors files, or PyTorch's own (.bin) where there are none; dummy draws random weights and needs no files."""
     seed: int = 0
     """Seed of dummy weights."""
 
@@ -79,11 +79,16 @@ class ModelLoader(ABC):
         """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it."""
 
 
-class SafetensorsLoader(ModelLoader):
-    """Reads this rank's slices of safetensors files."""
+class CheckpointLoader(ModelLoader):
+    """Reads this rank's slices of a checkpoint's files."""
+
+    def __init__(self, is_safetensors_only: bool = False) -> None:
+        self._is_safetensors_only = is_safetensors_only
 
     def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
         headers = read_headers(folder)
+        if self._is_safetensors_only and any(header.file.suffix == ".bin" for header in headers.values()):
+            raise ModelError(f"{folder} has no safetensors files, which --load-format safetensors asks for: use auto.")
         pieces = model.weight_pieces(headers)
         ignored = _unused(folder, headers, model) if isinstance(model, LibraryCausalLM | LibraryEncoder) else []
         check_checkpoint(folder, config, headers, pieces, ignored)
@@ -123,7 +128,7 @@ def get_model_loader(config: LoadConfig) -> ModelLoader:
     """Return the loader for a load format."""
     match config.load_format:
         case "auto" | "safetensors":
-            return SafetensorsLoader()
+            return CheckpointLoader(is_safetensors_only=config.load_format == "safetensors")
         case "dummy":
             return DummyLoader(config.seed)
 

@@ -1,4 +1,4 @@
-"""Copy tensors from safetensors files to parameters on any device: several threads read blocks and upload them as they arrive.
+"""Copy tensors from a checkpoint's files to parameters on any device: several threads read blocks and upload them as they arrive.
 
 file ── read ──> a thread's buffer (pinned for a GPU) ── its stream ──> device ── cut, converted ──> parameter
 """
@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 
 from srt.layers.weights import WeightPiece
-from srt.utils.checkpoint import ITEM_BYTES, TensorHeader, data_start
+from srt.utils.checkpoint import ITEM_BYTES, TensorHeader
 from srt.utils.host import usable_cores
 from srt.utils.model_error import ModelError
 
@@ -80,16 +80,12 @@ def copy_weights(
 
 
 def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece]) -> Iterator[_Block]:
-    data_starts: dict[Path, int] = {}
     for piece in sorted(pieces, key=lambda p: (str(headers[p.name].file), headers[p.name].start)):
-        header = headers[piece.name]
-        if header.file not in data_starts:
-            data_starts[header.file] = data_start(header.file)
         if piece.size:
-            yield from _blocks_of(piece, header, data_starts[header.file])
+            yield from _blocks_of(piece, headers[piece.name])
 
 
-def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Iterator[_Block]:
+def _blocks_of(piece: WeightPiece, header: TensorHeader) -> Iterator[_Block]:
     """Yield the blocks that fill `piece`. A vector or a number is treated as a matrix of one row."""
     shape = piece.stored_shape
     assert piece.dim < 2 >= len(shape), (piece.name, piece.shape, piece.dim)
@@ -108,7 +104,7 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader, data_start: int) -> Ite
         count = min(rows_at_once, num_rows - begin)
         yield _Block(
             header.file,
-            data_start + header.start + (first_row + begin) * row_bytes,
+            header.start + (first_row + begin) * row_bytes,
             count * row_bytes,
             DTYPES[header.dtype],
             width,

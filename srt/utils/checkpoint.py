@@ -1,4 +1,4 @@
-"""Find a checkpoint and read its safetensors headers. This works without torch, so broken files are refused early in a start."""
+"""Find a checkpoint and read the headers of its files. This works without torch, so broken files are refused early in a start."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from srt.utils.model_error import ModelError
+from srt.utils.torch_file import read_torch_file
 
 SHIPPED_MODELS = Path(__file__).resolve().parent.parent / "assets" / "models"
 DEFAULT_MODEL = "tiny"  # the shipped model used when none is named
@@ -34,6 +35,8 @@ HUB_PATTERNS = (
     "*_Pooling/config.json",
 )
 """Files read from a folder and downloaded from a hub repository: no .bin duplicates of the weights, no training state."""
+TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+"""Files read and downloaded besides where there are no safetensors files."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types, by their safetensors name, that are converted to the model's."""
@@ -56,7 +59,7 @@ class TensorHeader:
     shape: tuple[int, ...]
     file: Path
     start: int
-    """Offset in the file's data section."""
+    """Offset in the file."""
     num_bytes: int
 
     @property
@@ -102,8 +105,14 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
     )
 
     where = f"{hub_id} (revision {revision})" if revision else hub_id
+
+    def download(patterns: tuple[str, ...]) -> str:
+        return snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=list(patterns))
+
     try:
-        folder = snapshot_download(hub_id, revision=revision, cache_dir=download_dir, allow_patterns=list(HUB_PATTERNS))
+        folder = download(HUB_PATTERNS)
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = download((*HUB_PATTERNS, *TORCH_PATTERNS))
     except GatedRepoError as error:
         raise ModelError(
             f"The model {hub_id} is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it."
@@ -129,7 +138,8 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
 def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
     """Return the header of every tensor by name, in the order of the files. Reads no data.
 
-    ModelError names a file that is missing, cut short or not a safetensors file.
+    Files of PyTorch (pytorch_model.bin) are read where there are no safetensors files. ModelError names a file that is missing, cut short
+    or neither.
     """
     folder = Path(folder)
     headers: dict[str, TensorHeader] = {}
@@ -175,16 +185,7 @@ def is_copy(one: TensorHeader, other: TensorHeader) -> bool:
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return all(part == twin for part, twin in zip(_read_parts(one), _read_parts(other), strict=True))
-
-
-def data_start(file: Path) -> int:
-    """Return the offset of a safetensors file's data, which follows the header's length and the header."""
-    try:
-        with file.open("rb") as stream:
-            return 8 + int(struct.unpack("<Q", stream.read(8))[0])
-    except (OSError, struct.error) as error:
-        raise ModelError(f"{file} cannot be read: {error}.") from error
+    return all(part == twin for part, twin in zip(read_parts(one), read_parts(other), strict=True))
 
 
 def version_of(folder: str | Path) -> str:
@@ -193,31 +194,35 @@ def version_of(folder: str | Path) -> str:
     The supervisor keeps the hash of its start. Each child compares it before anything else (managers/process/child.py): if the files were
     changed, the child ends with CheckpointChanged, and the server ends with that reason instead of replacing the child.
     """
-    files = sorted({file for pattern in HUB_PATTERNS for file in Path(folder).glob(pattern) if file.is_file()})
+    files = sorted(
+        {file for pattern in (*HUB_PATTERNS, *TORCH_PATTERNS) for file in Path(folder).glob(pattern) if file.is_file()}
+    )
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the files to read, and the file of each tensor according to the index (empty without an index)."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single], {}
-    if index.is_file():
-        weight_map = _read_index(index)
-        files = [folder / name for name in dict.fromkeys(weight_map.values())]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ModelError(f"{folder} lacks {some(missing)}, which {index.name} lists: download the missing files.")
-        return files, weight_map
-    # Some repositories hold the same weights twice: the second copy has the layout of the authors' own code.
-    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-    if files:
-        return files, {}
-    raise ModelError(
-        f"{folder} has no safetensors files (PyTorch .bin checkpoints are not read: convert one with"
-        " AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) of transformers)."
-    )
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        single, index = folder / stem, folder / f"{stem}.index.json"
+        if single.is_file():
+            return [single], {}
+        if index.is_file():
+            return _indexed_files(index)
+        # Some repositories hold the same weights twice: the second copy has the layout of the authors' own code.
+        others = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+        if others:
+            return others, {}
+    raise ModelError(f"{folder} has no weights: neither safetensors files nor pytorch_model.bin.")
+
+
+def _indexed_files(index: Path) -> tuple[list[Path], dict[str, str]]:
+    weight_map = _read_index(index)
+    files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{index.parent} lacks {some(missing)}, which {index.name} lists: download the missing files.")
+    return files, weight_map
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -226,13 +231,19 @@ def _read_index(index: Path) -> dict[str, str]:
         # A name with a folder in it could point outside the checkpoint.
         well_formed = all(Path(name).name == name for name in weight_map.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {_first_line(error)}.") from error
+        raise ModelError(f"{index} is not an index of tensors: {_first_line(error)}.") from error
     if not well_formed:
-        raise ModelError(f"{index} is not a safetensors index: it names files outside its folder.")
+        raise ModelError(f"{index} is not an index of tensors: it names files outside its folder.")
     return dict(weight_map)
 
 
 def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
+    if file.suffix == ".bin":
+        return [TensorHeader(t.name, t.dtype, t.shape, file, t.start, t.num_bytes) for t in read_torch_file(file)]
+    return _read_safetensors_headers(file)
+
+
+def _read_safetensors_headers(file: Path) -> Iterable[TensorHeader]:
     """Read the headers of one file: 8 bytes little-endian header length, the header in JSON, the data."""
     try:
         with file.open("rb") as stream:
@@ -246,7 +257,9 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
         raise ModelError(f"{file} is not a safetensors file, or it is cut short: download it anew.")
     try:
         entries: dict[str, Any] = json.loads(text)
-        headers = [_parse_entry(file, name, entry) for name, entry in entries.items() if name != "__metadata__"]
+        headers = [
+            _parse_entry(file, 8 + length, name, entry) for name, entry in entries.items() if name != "__metadata__"
+        ]
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is not a safetensors file: its header is broken.") from error
@@ -256,12 +269,12 @@ def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
     return sorted(headers, key=lambda header: header.start)
 
 
-def _read_parts(header: TensorHeader) -> Iterator[bytes]:
+def read_parts(header: TensorHeader) -> Iterator[bytes]:
     """Yield the bytes of a tensor, COMPARED_BYTES at a time."""
-    start, left = data_start(header.file) + header.start, header.num_bytes
+    left = header.num_bytes
     try:
         with header.file.open("rb") as stream:
-            stream.seek(start)
+            stream.seek(header.start)
             while left:
                 part = stream.read(min(left, COMPARED_BYTES))
                 if not part:
@@ -272,10 +285,10 @@ def _read_parts(header: TensorHeader) -> Iterator[bytes]:
         raise ModelError(f"{header.file} cannot be read: {error.strerror}.") from error
 
 
-def _parse_entry(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+def _parse_entry(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> TensorHeader:
     """Return the entry as a header; raise ValueError, KeyError or TypeError if it is malformed."""
     start, end = entry["data_offsets"]
-    header = TensorHeader(name, str(entry["dtype"]), tuple(entry["shape"]), file, start, end - start)
+    header = TensorHeader(name, str(entry["dtype"]), tuple(entry["shape"]), file, data_start + start, end - start)
     numbers = (start, end, *header.shape)
     item_bytes = ITEM_BYTES.get(entry["dtype"])
     if any(type(number) is not int or number < 0 for number in numbers) or not isinstance(entry["dtype"], str):

@@ -14,10 +14,11 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from srt.utils import checkpoint as checkpoint_module
-from srt.utils.checkpoint import estimate_weight_bytes, read_headers, resolve_model_path, version_of
+from srt.utils.checkpoint import estimate_weight_bytes, read_headers, read_parts, resolve_model_path, version_of
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
 
@@ -104,7 +105,7 @@ def test_a_shard_that_lacks_what_the_index_promises_is_named(checkpoint: Checkpo
 )
 def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json is not a safetensors index" in refusal(tmp_path)
+    assert "model.safetensors.index.json is not an index of tensors" in refusal(tmp_path)
 
 
 def test_a_file_cut_short_anywhere_is_named(qwen3_checkpoint: Path, tmp_path: Path) -> None:
@@ -144,13 +145,6 @@ def test_a_broken_header_is_named(header: bytes, tmp_path: Path) -> None:
 def test_a_header_of_impossible_length_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
     assert "model.safetensors is not a safetensors file" in refusal(tmp_path)
-
-
-def test_a_bin_checkpoint_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    sentence = refusal(tmp_path)
-    assert ".bin" in sentence
-    assert "save_pretrained" in sentence
 
 
 def test_a_model_path_is_a_folder_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,3 +245,44 @@ def test_hf_home_is_honoured_and_torch_is_not_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.stdout.strip() == str(snapshot), done.stderr
+
+
+def as_torch_files(folder: Path) -> None:
+    """Write the checkpoint's shards as files of PyTorch instead."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for file in folder.glob("*.safetensors"):
+        torch.save(load_file(file), folder / f"pytorch_{file.stem}.bin")
+        file.unlink()
+    index["weight_map"] = {name: f"pytorch_{Path(file).stem}.bin" for name, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def test_files_of_pytorch_are_read_where_there_are_no_others(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    folder = copy(checkpoint("qwen2", num_shards=3), tmp_path)
+    expected = {name: b"".join(read_parts(header)) for name, header in read_headers(folder).items()}
+    as_torch_files(folder)
+    headers = read_headers(folder)
+    assert {name: b"".join(read_parts(header)) for name, header in headers.items()} == expected
+    assert len({header.file for header in headers.values()}) == 3
+    version = version_of(folder)
+    (folder / "pytorch_model-00002-of-00003.bin").unlink()
+    assert version_of(folder) != version
+    assert "lacks pytorch_model-00002-of-00003.bin" in refusal(folder)
+
+
+def test_a_hub_model_without_safetensors_is_downloaded_as_files_of_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model_path("maker/model") == tmp_path
+    assert ["pytorch_model*.bin" in patterns for patterns in asked] == [False, True]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    resolve_model_path("maker/model")
+    assert "pytorch_model*.bin" not in asked[-1]
