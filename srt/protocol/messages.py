@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any, Final, get_args
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import field
 
+from srt.protocol.engine_work import EngineLedger, Work
+from srt.protocol.wire import Wire as Wire
 from srt.server_args import ServerArgs
 
 # Written out: the codec compares these types, and newer versions of numpy make NDArray an alias that equals nothing.
@@ -31,10 +33,6 @@ def int32_array(values: object = ()) -> Int32Array:
 
 def float32_array(values: object = ()) -> Float32Array:
     return np.asarray(values, dtype=np.float32)
-
-
-class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A message (numbered by `tag`) or a part of one. Its fields travel as a list, in this order; none may be missing."""
 
 
 # ---- Parts that several messages share
@@ -99,10 +97,14 @@ class Resource(Wire, frozen=True):
 
 
 class FrontendHello(Wire, frozen=True, tag=1):
-    """A frontend's first message on the link. A frontend that comes again under the same number replaces the old one."""
+    """A frontend's first message on the link. A frontend that comes again under the same number replaces the old one.
+
+    `process` is a random text that the frontend keeps for life. It tells the next scheduler whether a pause is still this frontend's.
+    """
 
     frontend: int
     protocol_hash: str
+    process: str = ""
 
 
 class GenerateRequest(Wire, frozen=True, tag=2):
@@ -323,13 +325,10 @@ class StepPlan(Wire, frozen=True, tag=40):
 
 
 class WorkPlan(Wire, frozen=True, tag=41):
-    """Work other than a step that all ranks do together, in order with the steps.
-
-    `kind` is `reset` (empty all tables), `inspect` (report them) or `capture` (capture one more of the graphs that WorkerHello counts).
-    """
+    """Work other than a step that all ranks do together, in order with the steps."""
 
     step: int
-    kind: str
+    work: Work
 
 
 class Prepare(Wire, frozen=True, tag=42):
@@ -364,8 +363,8 @@ class WorkerHello(Wire, frozen=True, tag=60):
     num_graphs: int = 0  # CUDA graphs that `capture` can still add to make steps quicker
     most_resources: int = 256  # that the worker holds at a time, prepared or being prepared
     # The page groups beside the first, whose layers see only the last tokens. `num_pages` is that of the first group.
-    windows: list[int] = []  # tokens that a token sees, its own included, by group
-    window_pages: list[int] = []  # pages by group
+    windows: list[int] = field(default_factory=list)  # tokens that a token sees, its own included, by group
+    window_pages: list[int] = field(default_factory=list)  # pages by group
 
 
 class RowLogprobs(Wire, frozen=True):
@@ -410,11 +409,11 @@ class StepAck(Wire, frozen=True, tag=62):
 class WorkDone(Wire, frozen=True, tag=63):
     """A rank's notice that a WorkPlan is done.
 
-    `inspect` reports `tables_hash`, the hex of an 8-byte blake2b. It covers every slot admitted since the last reset, in ascending
+    InspectTables reports `tables_hash`, the hex of an 8-byte blake2b. It covers every slot admitted since the last reset, in ascending
     order: slot, page count and the pages of its latest admission, group after group, as little-endian int32, read back from the
     device's tables. The scheduler computes the same from what it sent. `num_slots_seen` counts those slots. Models with experts
-    add how many of them steps took since the last inspection. `capture` reports `num_left`, unchanged while code for the next graph is
-    still being compiled.
+    add how many of them steps took since the last inspection. CaptureGraph reports `num_left`, unchanged while code for the next graph
+    is still being compiled.
     """
 
     step: int
@@ -453,7 +452,10 @@ class ChildStart(Wire, frozen=True, tag=80):
     num_tokens: int = 0  # KV tokens that a replaced worker must hold, as its predecessor did; 0: as the options say
     checkpoint_version: str = ""  # the version that the server's first processes read: a changed checkpoint is refused
     replica: int = 0  # that it is a part of; 0 for a frontend
-    engines: list[int] = []  # for a frontend: the generation of each replica's present engine
+    engines: list[int] = field(default_factory=list)  # for a frontend: the generation of each replica's present engine
+    ledger: EngineLedger = field(
+        default_factory=EngineLedger
+    )  # for a scheduler or worker: what its engine was told before
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -530,6 +532,12 @@ class Failed(Wire, frozen=True, tag=93):
     is_final: bool = False  # a replacement would end for the same reason
 
 
+class RecordLedger(Wire, frozen=True, tag=94):
+    """Order of a scheduler to keep this ledger for the next generation of its engine. It is sent before the call is answered."""
+
+    ledger: EngineLedger
+
+
 # ---- Runtime <-> supervisor, on the lifeline, whose end-of-file ends the engine. ToRuntime has the other messages that use it
 
 
@@ -566,7 +574,7 @@ ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | L
 ToWorker = StepPlan | WorkPlan | Prepare | Release
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | Prepared | WorkerFault
 ToChild = ChildStart | ServerReady | EngineReplaced | EngineLost | Stop
-FromChild = Progress | Ready | Heartbeat | Failed
+FromChild = Progress | Ready | Heartbeat | Failed | RecordLedger
 FromRuntime = EngineStart | Stop
 ToRuntime = EngineStarted | ServerReady | EngineReplaced | EngineLost | Failed
 Message = FromFrontend | ToFrontend | ToWorker | FromWorker | ToChild | FromChild | FromRuntime | ToRuntime

@@ -32,6 +32,7 @@ MODULES = (
     "srt.managers.scheduler.retry_after",
     "srt.managers.scheduler.plan_draft",
     "srt.managers.scheduler.planner",
+    "srt.managers.scheduler.pauses",
     "srt.managers.scheduler.ranking",
     "srt.managers.scheduler.preempted",
     "srt.managers.scheduler.core",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from srt.protocol.engine_work import EngineLedger
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -64,10 +65,12 @@ class ControlRules:
         statistics: Counter[str],
         choices_of: Callable[[GenerateRequest], list[Choice]],
         note_end: Callable[[Choice], None],
+        ledger: EngineLedger,
     ) -> None:
         self.books = Books()
         self.counts = StepCounts()
-        self.paused_by: set[int] = set()
+        self.ledger = ledger  # as the scheduler has recorded it
+        self.paused_by = {pause.frontend: pause.process for pause in ledger.pauses}
         self.is_draining = False
         self.lies = True  # now and then, a rank about its tables
         self._settings = settings
@@ -95,8 +98,13 @@ class ControlRules:
     # ---- Frontends come and go
 
     def meet(self, frontend: LedgerFrontend) -> None:
-        self.lose(frontend.number)
+        if frontend.number in self._there:
+            self.lose(frontend.number)
         self._there[frontend.number] = frontend
+        if (process := self.paused_by.get(frontend.number)) is not None:
+            self._statistics["rule: a pause outlives its scheduler, but not its frontend"] += 1
+            if process != frontend.process:
+                del self.paused_by[frontend.number]
         self._acknowledged[frontend.number], self._batches[frontend.number] = -1, 0
 
     def lose(self, number: int) -> None:
@@ -109,7 +117,7 @@ class ControlRules:
         self._end(self.books.abort(entries), by_frontend=True)
         for entry in entries:
             self.books.forget(entry)
-        self.paused_by.discard(number)
+        self.paused_by.pop(number, None)
         self._early = [(f, m) for f, m in self._early if f is not frontend]
         self._pauses = [(f, call) for f, call in self._pauses if f is not frontend]
         self._asked_deep = [look for look in self._asked_deep if look.frontend is not frontend]
@@ -174,6 +182,7 @@ class ControlRules:
                 self.paused_by.clear()
                 reply = _reply(said, number, call)
                 assert (reply.ok, reply.message, reply.values) == (True, "", {}), f"{reply}"
+                self._check_recorded()
             case GetState(call, deep):
                 if deep:
                     self._asked_deep.append(_Look(frontend, call))
@@ -265,7 +274,7 @@ class ControlRules:
             assert not reply.ok and all(mode in reply.message for mode in MODES), f"{reply}"
             return
         if not self.is_draining:
-            self.paused_by.add(frontend.number)
+            self.paused_by[frontend.number] = frontend.process
         if message.mode == "abort":
             self._end(self.books.abort(self.books.named("")))
         self._nobody_runs |= message.mode != "in_place"
@@ -347,7 +356,14 @@ class ControlRules:
     def _check_pause(self, reply: ControlReply) -> None:
         """Done, or why not."""
         self._statistics["rule: pauses are answered in time"] += 1
+        self._check_recorded()
         assert reply.ok == bool(self.paused_by) and reply.ok == (not reply.message), f"{self.paused_by}: {reply}"
+
+    def _check_recorded(self) -> None:
+        """What is answered now must hold after the scheduler's death, too."""
+        self._statistics["rule: what is answered is in the ledger"] += 1
+        recorded = {pause.frontend: pause.process for pause in self.ledger.pauses}
+        assert recorded == self.paused_by, f"{recorded} is recorded where {self.paused_by} is answered"
 
     def planned(self, choices: list[Choice]) -> None:
         self._last_rows, self._nobody_runs = choices, False

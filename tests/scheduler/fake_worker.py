@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from srt.managers.scheduler.core import SchedulerCore
 from srt.mem_cache.radix_cache import ITEM
+from srt.protocol.engine_work import CaptureGraph, InspectTables
 from srt.protocol.messages import (
     Int32Array,
     Int64Array,
@@ -127,11 +128,11 @@ class FakeWorker:
 
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
-        if work.kind == "capture":
+        if isinstance(work.work, CaptureGraph):
             is_compiling = self._rng.random() < IS_COMPILING
             self.num_graphs_left -= not is_compiling
             return WorkDone(work.step, 0, {"num_left": self.num_graphs_left})
-        assert work.kind == "inspect", work.kind
+        assert isinstance(work.work, InspectTables), work
         self.rules["rule: page tables are compared"] += 1
         digest = blake2b(digest_size=8)
         for slot, choice in enumerate(self._choices):

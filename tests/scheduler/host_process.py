@@ -18,10 +18,21 @@ from typing import Any, cast
 import numpy as np
 
 from srt.managers.process.child import Child
-from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.effects import (
+    Effect,
+    Fatal,
+    Frontend,
+    HandshakeDone,
+    Record,
+    Source,
+    ToFrontend,
+    ToWorkers,
+    Worker,
+)
 from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.scheduler.process import Links, SchedulerProcess
 from srt.protocol.codec import protocol_hash
+from srt.protocol.engine_work import CaptureGraph, EngineLedger
 from srt.protocol.links import PeerGone, Received
 from srt.protocol.messages import (
     Abort,
@@ -30,6 +41,7 @@ from srt.protocol.messages import (
     FrontendHello,
     Message,
     Prepare,
+    RecordLedger,
     Refused,
     Rejected,
     Release,
@@ -74,10 +86,16 @@ class _Router:
 class _Supervisor:
     """In the place of a Child: the end of its link that is in the process."""
 
-    def __init__(self, start: ChildStart, note_ready: Callable[[dict[str, Scalar]], None]) -> None:
+    def __init__(
+        self,
+        start: ChildStart,
+        note_ready: Callable[[dict[str, Scalar]], None],
+        note_record: Callable[[RecordLedger], None],
+    ) -> None:
         self.start = start
         self.words: deque[Stop] = deque()
         self.report_ready = note_ready
+        self.send = note_record
         self.tracer = SimpleNamespace(is_on=False)
         self.control = SimpleNamespace(count_step=lambda: None)
 
@@ -150,7 +168,9 @@ class _Answers:
 class HostedScheduler:
     """Whatever it has not itself is the Scheduler's."""
 
-    def __init__(self, settings: Settings, now: Callable[[], float], statistics: Counter[str]) -> None:
+    def __init__(
+        self, settings: Settings, now: Callable[[], float], statistics: Counter[str], ledger: EngineLedger
+    ) -> None:
         self._settings = settings
         self._now = now
         self._statistics = statistics
@@ -163,8 +183,8 @@ class HostedScheduler:
         self._is_stopping = False
         self._owed: dict[int, set[tuple[int, int]]] = {}  # by frontend: choices that must be told their end
         args = settings.server_args()
-        start = ChildStart("scheduler", 0, 1, "", "", settings.num_frontends, args)
-        self._supervisor = _Supervisor(start, self._note_ready)
+        start = ChildStart("scheduler", 0, 1, "", "", settings.num_frontends, args, ledger=ledger)
+        self._supervisor = _Supervisor(start, self._note_ready, self._note_record)
         self._frontends, self._workers = _Router(self._note_to_frontend), _Router(self._note_to_rank)
         links = SimpleNamespace(frontends=self._frontends, workers=self._workers)
         self._process = _Process(
@@ -305,6 +325,9 @@ class HostedScheduler:
         self._num_ready += 1
         self._effects.append(HandshakeDone(values))
 
+    def _note_record(self, message: RecordLedger) -> None:
+        self._effects.append(Record(message.ledger))
+
     def _note_to_frontend(self, peer: bytes, message: Message) -> None:
         number = self._number_of[peer]
         self._statistics["rule: only the latest process of a frontend is sent anything"] += 1
@@ -329,7 +352,7 @@ class HostedScheduler:
 
     def _may_take_s(self, work: StepPlan | WorkPlan) -> float:
         """As --watchdog-timeout is meant: of 256 tokens, in proportion if there are more, and ten times of a capture."""
-        times = 10.0 if isinstance(work, WorkPlan) and work.kind == "capture" else 1.0
+        times = 10.0 if isinstance(work, WorkPlan) and isinstance(work.work, CaptureGraph) else 1.0
         if isinstance(work, StepPlan):
             counts = [int(section.extend_counts.sum()) + len(section.decode_slots) for section in work.sections]
             times = max(1.0, sum(counts) / 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, assert_never
 
@@ -47,11 +48,15 @@ if TYPE_CHECKING:
 Asked = tuple[bytes, int, float, str]
 
 
+PROCESSES = itertools.count()
+
+
 class LedgerFrontend:
     """What the ledger releases must be each token once, in order, then the end, once, whatever became of schedulers meanwhile."""
 
     def __init__(self, number: int, world: World) -> None:
         self.number = number
+        self.process = f"process {next(PROCESSES)}"
         self.open_calls: dict[int, FromFrontend] = {}  # that have no answer yet
         self.last_reply: ControlReply | None = None
         self._num_calls = 0  # each process counts its own

@@ -127,6 +127,8 @@ RULES: tuple[str, ...] = (
     "a pause in place takes no slots",
     "pauses are answered in time",  # when no step is in flight, or generation goes on, with the right word
     "generation goes on after a pause",  # whoever has ended it
+    "a pause outlives its scheduler, but not its frontend",
+    "what is answered is in the ledger",
     "aborts by name are counted",
     "aborts by name reach all frontends",
     "one live request of a name",

@@ -7,16 +7,18 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from srt.managers.scheduler.core import SchedulerCore
-from srt.managers.scheduler.effects import Effect, Frontend, HandshakeDone, Source, Worker
+from srt.managers.scheduler.effects import Effect, Frontend, HandshakeDone, Record, Source, Worker
 from srt.managers.scheduler.effects import ToFrontend as SendToFrontend
 from srt.managers.scheduler.effects import ToWorkers as SendToWorkers
 from srt.managers.scheduler.request import Request, Status
 from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol.codec import protocol_hash
+from srt.protocol.engine_work import CaptureGraph, EngineLedger
 from srt.protocol.messages import (
     TRIAL_TOKENS,
     Abort,
     AckBatch,
+    ControlReply,
     FromFrontend,
     FrontendHello,
     GenerateRequest,
@@ -83,13 +85,13 @@ class Link:
 class Server:
     """Owns what dies with the scheduler. The world tells it what its frontends say."""
 
-    def __init__(self, world: World, generation: int) -> None:
-        s = world.settings
+    def __init__(self, world: World, generation: int, ledger: EngineLedger | None = None) -> None:
+        s, ledger = world.settings, ledger or EngineLedger()
         self.generation = generation
         self.is_alive = True
         self._world = world
         self._settings = s
-        hosted = HostedScheduler(s, lambda: world.now, world.statistics)
+        hosted = HostedScheduler(s, lambda: world.now, world.statistics, ledger)
         self._scheduler = cast("Scheduler", hosted)  # behind the hands of its process
         self.resources = ResourceRules(s, world.statistics, world.resources_rng)
         self._worker = FakeWorker(s, world.by_seed, self.resources)
@@ -112,6 +114,7 @@ class Server:
             world.statistics,
             lambda request: [world.by_rid[request.rid][index] for index in request.choices.tolist()],
             self._worker.end,
+            ledger,
         )
         self._fairness = Fairness(s, world.statistics, self.resources.is_ready)
         self._obligations = Obligations(s, world.statistics)
@@ -317,7 +320,7 @@ class Server:
         received = message.message if isinstance(message, Hostile) else message
         received = at_scheduler(received) if isinstance(received, GenerateRequest) else received
         self._takes_early = not self._scheduler.is_ready
-        effects = self._scheduler.handle(source, received, self._world.now)
+        effects = self._note_recorded(self._scheduler.handle(source, received, self._world.now))
         if self._takes_early and self._scheduler.is_ready:
             self._obligations.become_ready(self._world.now)
         return effects
@@ -357,7 +360,7 @@ class Server:
         may_be_sent = [n for n in self._connected if self._next_batch[n] - self._last_ack[n] <= MAX_UNACKNOWLEDGED]
         must_capture = self._captures.is_missed and self._captures.may_begin(world.now)
         glance = self._room.look(core, self._requests)
-        effects = self._scheduler.tick(world.now)
+        effects = self._note_recorded(self._scheduler.tick(world.now))
         plans = [e.message for e in effects if isinstance(e, SendToWorkers) and isinstance(e.message, StepPlan)]
         is_calm = self._room.judge(core, glance, plans, self._requests)
         self._apply(effects)
@@ -410,10 +413,22 @@ class Server:
                     self._to_workers(work)
                 case SendToFrontend(number, message):
                     self._to_frontend(number, message)
+                case Record():
+                    pass  # it was noted before the answers were judged
                 case HandshakeDone(facts):
                     check_facts(self._settings, facts)
                 case _:
                     raise AssertionError(f"the scheduler gave up: {effect}")
+
+    def _note_recorded(self, effects: list[Effect]) -> list[Effect]:
+        """What the supervisor is to keep goes out before any answer."""
+        is_answered = False
+        for effect in effects:
+            is_answered |= isinstance(effect, SendToFrontend) and isinstance(effect.message, ControlReply)
+            if isinstance(effect, Record):
+                assert not is_answered or self._takes_early, f"a call is answered before {effect.ledger} is recorded"
+                self.control.ledger = effect.ledger
+        return effects
 
     def _to_frontend(self, number: int, message: ToFrontend) -> None:
         world, receiver = self._world, self._connected.get(number)
@@ -501,7 +516,7 @@ class Server:
             self._check_trial(rows)
         else:
             answer = self._worker.do(work)
-            if work.kind == "capture":
+            if isinstance(work.work, CaptureGraph):
                 self._check_capture()
                 step_us = int(1e6 * s.step_time)
             else:

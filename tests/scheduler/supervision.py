@@ -26,10 +26,11 @@ from srt.managers.supervisor.replacer import (
     Kill,
     LinkLost,
     Replacer,
+    Report,
     StopAsked,
     Tell,
 )
-from srt.protocol.messages import Failed, FromChild, Heartbeat, Progress, Ready, Stop
+from srt.protocol.messages import Failed, Heartbeat, Progress, Ready, Stop
 from tests.scheduler.settings import Settings
 from tests.scheduler.verdicts import BLAME, Cause, Verdicts
 
@@ -124,7 +125,7 @@ class Supervision:
         self._at(self.now + (ready_at - self.now) * self._rng.random(), partial(self._beat, process))
         self._at(ready_at, partial(self._say, process, Ready({})))
 
-    def _say(self, process: Process, message: FromChild) -> None:
+    def _say(self, process: Process, message: Report) -> None:
         if process.is_alive:
             if isinstance(message, Ready):
                 self.verdicts.ready.add(process.key)

@@ -31,13 +31,14 @@ from srt.managers.supervisor.replacer import (
     Kill,
     LinkLost,
     Replacer,
+    Report,
     ServesAgain,
     Start,
     StopAsked,
     Tell,
     TellRuntime,
 )
-from srt.protocol.messages import EngineLost, EngineReplaced, Failed, FromChild, Heartbeat, Ready, ServerReady, Stop
+from srt.protocol.messages import EngineLost, EngineReplaced, Failed, Heartbeat, Ready, ServerReady, Stop
 
 NUM_STORIES = 1500
 KINDS = ("killed", "crashed", "ended", "failed", "unlinked", "gibberish", "silent", "stuck")
@@ -183,7 +184,7 @@ class Story:
             self._say(process, Heartbeat(max(0.0, self.now - process.stuck_since_s)))
             self._at(self.now + BEAT_S, partial(self._beat, process))
 
-    def _say(self, process: Process, message: FromChild) -> None:
+    def _say(self, process: Process, message: Report) -> None:
         if process.is_alive:
             self._hear(ChildSpoke(process.key, message))
 

@@ -132,7 +132,7 @@ class World:
         s, when = self.settings, 0.0
         self.server.start()
         for frontend in self.frontends:
-            self._say(frontend, [FrontendHello(frontend.number, PROTOCOL)])
+            self._say(frontend, [FrontendHello(frontend.number, PROTOCOL, frontend.process)])
         times = []
         for index in range(s.num_requests):
             if index % 7 == 0 or self.rng.random() < 0.5:  # the others come together with the one before
@@ -319,7 +319,7 @@ class World:
             self._links[number].cut_at = self.now + self.settings.delay
         self._links[number] = self._links[number].next()
         self._server_of[number] = self.server
-        self._say(new, [FrontendHello(number, PROTOCOL)])
+        self._say(new, [FrontendHello(number, PROTOCOL, new.process)])
         old.clients.end_process()
         self._ended.append(old.clients)
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
@@ -376,7 +376,7 @@ class World:
         if old.is_ready and self._trouble.random() < 0.8:
             old.say_last_words()
         old.die()
-        new = self.server = Server(self, generation=old.generation + 1)
+        new = self.server = Server(self, generation=old.generation + 1, ledger=old.control.ledger)
         self._is_new = True
         if self.is_draining:
             new.drain()
@@ -394,5 +394,8 @@ class World:
         self._links[frontend.number].cut_at = self.now
         self._links[frontend.number] = Link(self.now)
         self._server_of[frontend.number] = server
-        self._say(frontend, [FrontendHello(frontend.number, PROTOCOL), *frontend.resume(by_request=by_request)])
+        self._say(
+            frontend,
+            [FrontendHello(frontend.number, PROTOCOL, frontend.process), *frontend.resume(by_request=by_request)],
+        )
         self._callers.call_again(frontend)

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from srt.managers.process.child import Child, run_child
-from srt.protocol.messages import EngineReplaced, ServerReady
+from srt.protocol.engine_work import EngineLedger, Pause
+from srt.protocol.messages import EngineReplaced, RecordLedger, ServerReady
 from srt.utils.errors import StartError
 from srt.utils.log_files import log_folder
 
@@ -34,6 +35,7 @@ def fake_child(child: Child) -> None:
     pids = Path(os.environ["FAKE_PIDS"])
     (pids / child.name.replace(" ", "-")).write_text(f"{os.getpid()} {os.getppid()}")
     note("starts", f"{child.name} {child.start.generation} {child.start.num_tokens}")
+    note("ledgers", f"{child.name} {child.start.generation} {[pause.frontend for pause in child.start.ledger.pauses]}")
     child.report_phase("loading", 1, 2)
     if behaviour == "fail":
         raise StartError("The weights are made of cheese.")
@@ -46,6 +48,8 @@ def fake_child(child: Child) -> None:
     if behaviour != "mute":
         child.start_heartbeats()
         child.report_ready({"max_total_num_tokens": 112})
+    if child.start.role == "scheduler":  # which every generation is told of the one before
+        child.send(RecordLedger(EngineLedger([*child.start.ledger.pauses, Pause(child.start.generation, "p")])))
     serve(child, behaviour)
 
 

@@ -10,8 +10,9 @@ from srt.protocol.labels import is_named
 class Client:
     """A frontend (or Runtime) and its requests, including ended ones until it has acknowledged their end."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, process: str = "") -> None:
         self.number = number
+        self.process = process  # as in its FrontendHello
         self.outbox = Outbox()
         self._requests: dict[int, list[Request]] = {}  # by rid: the choices
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from srt.protocol import messages
+from srt.protocol.engine_work import EngineLedger
 from srt.protocol.messages import Scalar
 
 
@@ -42,10 +43,16 @@ class HandshakeDone(Struct, frozen=True, gc=False):
     values: dict[str, Scalar]
 
 
+class Record(Struct, frozen=True, gc=False):
+    """Let the supervisor keep this ledger, before any later effect: the next generation begins with it."""
+
+    ledger: EngineLedger
+
+
 class Fatal(Struct, frozen=True, gc=False):
     """End the engine: it cannot continue. The sentence says why; later effects are void."""
 
     reason: str
 
 
-Effect = ToFrontend | ToWorkers | HandshakeDone | Fatal
+Effect = ToFrontend | ToWorkers | HandshakeDone | Record | Fatal

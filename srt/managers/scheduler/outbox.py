@@ -14,6 +14,7 @@ from srt.protocol.arrays import INT32, int32_bytes
 from srt.protocol.messages import Int32Array, Int64Array, RequestDone, TokenBatch, TokenLogprobs
 
 MAX_UNACKNOWLEDGED: Final = 8
+End = tuple[str, int, int, str, int]  # reason, matched, status, message, retry_after_s: as in RequestDone
 
 
 class _Sent:
@@ -23,6 +24,25 @@ class _Sent:
         self.number = number
         self.ended = ended
         self.logged = logged  # with the number of logprob chunks sent by then
+
+
+def end_of(request: Request, end: End, queue_s: float) -> RequestDone:
+    """Return what its frontend is told of a choice that has ended."""
+    reason, matched, status, message, retry_after_s = end
+    return RequestDone(
+        request.rid,
+        request.choice,
+        reason,
+        matched,
+        request.progress.num_output,
+        request.hold.cached_tokens,
+        status,
+        message,
+        request.progress.num_preempted,
+        retry_after_s,
+        queue_s,
+        *request.progress.verified,
+    )
 
 
 class Outbox:

@@ -18,7 +18,7 @@ from srt.managers.process.child import Child
 from srt.managers.process.replica_layout import children_of, previous_generation
 from srt.managers.process.watchdog import OVERSLEPT_S
 from srt.managers.scheduler import scheduler as scheduler_state
-from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.scheduler.scheduler import Scheduler
 from srt.managers.scheduler.scheduler_trace import SchedulerTrace
@@ -32,6 +32,7 @@ from srt.protocol.messages import (
     EngineReplaced,
     FrontendHello,
     Message,
+    RecordLedger,
     Rejected,
     ServerReady,
     StepAck,
@@ -87,7 +88,7 @@ class SchedulerProcess:
         start = child.start
         self._child = child
         self._now = now
-        self._scheduler = Scheduler(start.args, protocol_hash())
+        self._scheduler = Scheduler(start.args, protocol_hash(), start.ledger)
         self._links = links
         self._frontends, self._workers = links.frontends, links.workers
         self._peer_of_frontend: dict[int, bytes] = {}
@@ -261,6 +262,8 @@ class SchedulerProcess:
                 case HandshakeDone(values):
                     self._settle()
                     self._child.report_ready(values)
+                case Record(ledger):
+                    self._child.send(RecordLedger(ledger))
                 case Fatal(reason):
                     raise StartError(reason)
                 case _:

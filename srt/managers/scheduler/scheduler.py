@@ -17,11 +17,14 @@ import numpy as np
 from srt.managers.scheduler.clients import Client, Labels
 from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
-from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
+from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, Source, ToFrontend, ToWorkers
+from srt.managers.scheduler.outbox import end_of
+from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.request import Request, Status, expand, id_at
 from srt.managers.scheduler.results import is_stop
 from srt.managers.scheduler.retry_after import EndRate
 from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
+from srt.protocol.engine_work import CaptureGraph, EngineLedger, InspectTables
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -40,7 +43,6 @@ from srt.protocol.messages import (
     Prepared,
     Refused,
     Rejected,
-    RequestDone,
     Scalar,
     StepAck,
     StepPlan,
@@ -76,7 +78,8 @@ _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, Prepared, WorkerFaul
 class Scheduler:
     """Decides everything about the requests of an engine."""
 
-    def __init__(self, args: ServerArgs, protocol_hash: str) -> None:
+    def __init__(self, args: ServerArgs, protocol_hash: str, ledger: EngineLedger | None = None) -> None:
+        """`ledger` is what the schedulers before this one were told."""
         self._args = args
         self._protocol_hash = protocol_hash
         self._handshake = Handshake(args.tp_size, protocol_hash)
@@ -87,10 +90,10 @@ class Scheduler:
         self._arrived: list[Request] = []  # since the last tick: their ids are not checked yet
         self._next_serial = 1
         self._is_draining = False
-        self._paused_by: set[int] = set()  # frontends; a pause ends at the latest with its frontend
+        self._ledger = ledger or EngineLedger()  # as the supervisor knows it
+        self._pauses = Pauses(self._ledger.pauses)
         self._now = 0.0
         self._end_rate = EndRate()
-        self._asked_to_pause: list[tuple[Client, int]] = []  # clients and calls; answered when no step is in flight
         self._asked_deep: list[tuple[Client, int]] = []  # clients and calls of GetState with `deep`
         self._last_load: tuple[float, Load] | None = None
         self._capture_from_s = 0.0  # idle workers capture graphs from this time on
@@ -159,7 +162,8 @@ class Scheduler:
         self._now = now
         if self._core is None:
             return []
-        effects = self._refuse_unknown_ids(self._core)
+        effects = self._record()
+        effects += self._refuse_unknown_ids(self._core)
         if self._deadlines.are_set:
             self._end_overdue(self._core, now)
         effects += self._prepare(self._core, now)
@@ -171,7 +175,7 @@ class Scheduler:
     def frontend_gone(self, number: int) -> None:
         """Forget a frontend that is gone. Its requests are aborted without a message."""
         client = self._clients.pop(number, None)
-        self._paused_by.discard(number)
+        self._pauses.end_of(number)
         self._early = [(frontend, message) for frontend, message in self._early if frontend != number]
         if client is not None:
             for request in client.all_requests():
@@ -194,7 +198,7 @@ class Scheduler:
 
     def drain(self) -> None:
         """Accept no new requests from now on, but finish the present ones."""
-        self._paused_by.clear()
+        self._pauses.end_all()
         self._is_draining = True
 
     def abort_all(self) -> int:
@@ -252,12 +256,12 @@ class Scheduler:
             case AskRange():
                 return self._send_again(self._core, client, message)
             case FlushCache(call):
-                return [ToFrontend(number, self._core.flush(call, is_paused=bool(self._paused_by)))]
+                return [ToFrontend(number, self._core.flush(call, is_paused=self._pauses.is_on))]
             case PauseGeneration(call, mode):
                 return self._pause(self._core, client, call, mode)
             case ContinueGeneration(call):
-                self._paused_by.clear()
-                return [ToFrontend(number, ControlReply(call, True, "", {}))]
+                self._pauses.end_all()
+                return [*self._record(), ToFrontend(number, ControlReply(call, True, "", {}))]
             case GetState(call, deep):
                 if not deep:
                     return [ToFrontend(number, self._state(self._core, call, []))]
@@ -279,8 +283,10 @@ class Scheduler:
         reason = self.why_not(hello)
         if reason:
             return [ToFrontend(number, Rejected(reason))]
-        self.frontend_gone(number)
-        self._clients[number] = Client(number)
+        if number in self._clients:
+            self.frontend_gone(number)
+        client = self._clients[number] = Client(number, hello.process)
+        self._pauses.meet(client)
         self._last_load = None  # the greeting tells this one the load, the next tick tells all
         return [] if self._core is None else self._core.greeting(number)
 
@@ -374,20 +380,12 @@ class Scheduler:
             self._end_rate.record_end(self._now)
         if not notify:
             return
+        retry_after_s = self._retry_after_s(self._core) if status == 503 else 0
         started_s = request.progress.started_s
-        done = RequestDone(
-            request.rid,
-            request.choice,
-            reason,
-            matched,
-            request.progress.num_output,
-            request.hold.cached_tokens,
-            status,
-            message,
-            request.progress.num_preempted,
-            self._retry_after_s(self._core) if status == 503 else 0,
-            -1.0 if started_s is None else started_s - request.arrived_s,
-            *request.progress.verified,
+        done = end_of(
+            request,
+            (reason, matched, status, message, retry_after_s),
+            queue_s=-1.0 if started_s is None else started_s - request.arrived_s,
         )
         self._clients[request.frontend].outbox.add_end(request, done)
 
@@ -489,7 +487,7 @@ class Scheduler:
 
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
-        while core.stream.num_in_flight < core.window and not self._paused_by:
+        while core.stream.num_in_flight < core.window and not self._pauses.is_on:
             if core.planner.trials.are_some_left and not core.stream.is_empty:
                 break
             planned = core.planner.plan(core.stream.next_step, now)
@@ -501,16 +499,16 @@ class Scheduler:
                 watch(planned.plan)
         for request in core.planner.preempted.pop_new():
             self._clients[request.frontend].outbox.add_waiting(request)
-        if self._asked_to_pause and (core.stream.num_in_flight == 0 or not self._paused_by):
+        if self._pauses.are_asked_for and (core.stream.num_in_flight == 0 or not self._pauses.is_on):
             effects += self._answer_pauses()
         for client, call in self._asked_deep:
             if not self._is_here(client):
                 continue
-            effects.append(ToWorkers(WorkPlan(core.stream.next_step, "inspect")))
+            effects.append(ToWorkers(WorkPlan(core.stream.next_step, InspectTables())))
             core.stream.submit_inspection(Inspection(client, call, core.memory.tables_hash()))
         self._asked_deep.clear()
         if now >= self._compiling_until_s and (core.stream.wants_capture or self._may_capture(core, now)):
-            effects.append(ToWorkers(WorkPlan(core.stream.next_step, "capture")))
+            effects.append(ToWorkers(WorkPlan(core.stream.next_step, CaptureGraph())))
             core.stream.submit_capture()
         return effects
 
@@ -519,19 +517,12 @@ class Scheduler:
         return core.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(core)
 
     def _has_nothing_to_do(self, core: SchedulerCore) -> bool:
-        return core.is_idle or (bool(self._paused_by) and not core.stream.num_in_flight)
+        return core.is_idle or (self._pauses.is_on and not core.stream.num_in_flight)
 
     def _answer_pauses(self) -> list[Effect]:
         """Answer the calls to pause: no step is in flight, or generation was continued before that."""
-        refusal = "" if self._paused_by else "Generation did not pause: it was continued before its last step ended."
-        if self._is_draining and not self._paused_by:
-            refusal = "Generation cannot be paused: the server is shutting down and finishes its requests."
-        asked, self._asked_to_pause = self._asked_to_pause, []
-        return [
-            ToFrontend(client.number, ControlReply(call, not refusal, refusal, {}))
-            for client, call in asked
-            if self._is_here(client)
-        ]
+        answers = self._pauses.pop_answers(self._is_draining)
+        return [ToFrontend(client.number, reply) for client, reply in answers if self._is_here(client)]
 
     def _send_batches(self, core: SchedulerCore, *, is_last: bool = False) -> list[Effect]:
         slots = core.slots
@@ -545,6 +536,14 @@ class Scheduler:
             if len(own) or outbox.has_more_than_tokens:
                 effects.append(ToFrontend(number, outbox.make_batch(slots, own)))
         return effects
+
+    def _record(self) -> list[Effect]:
+        """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
+        ledger = EngineLedger(pauses=self._pauses.entries())
+        if ledger == self._ledger:
+            return []
+        self._ledger = ledger
+        return [Record(ledger)]
 
     def _report_load(self, core: SchedulerCore, now: float) -> list[Effect]:
         load = core.load()
@@ -566,12 +565,12 @@ class Scheduler:
         if mode not in PAUSE_MODES:
             return [ToFrontend(number, ControlReply(call, False, f"mode must be one of {', '.join(PAUSE_MODES)}.", {}))]
         if not self._is_draining:  # while draining, all requests must finish, so nothing is paused
-            self._paused_by.add(number)
+            self._pauses.begin(client)
         if mode == "abort":
             self.abort_all()
         elif mode == "retract":
             core.planner.preempt_all()
-        self._asked_to_pause.append((client, call))
+        self._pauses.ask(client, call)
         return []
 
     def _handle_work(self, core: SchedulerCore, rank: int, done: WorkDone) -> list[Effect]:
@@ -592,7 +591,7 @@ class Scheduler:
 
     def _state(self, core: SchedulerCore, call: int, findings: list[str]) -> ControlReply:
         values = core.state()
-        values |= {"is_draining": self._is_draining, "is_paused": bool(self._paused_by)}
+        values |= {"is_draining": self._is_draining, "is_paused": self._pauses.is_on}
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from srt.managers.process.watchdog import TOKENS_PER_TIMEOUT
+from srt.protocol.engine_work import CaptureGraph
 from srt.protocol.messages import StepPlan, ToWorker, WorkPlan
 
 CAPTURE_TIMEOUTS = 10  # time-outs that a capture may take: it may compile kernels
@@ -82,7 +83,7 @@ class StepDeadline:
 
 
 def _timeouts(message: StepPlan | WorkPlan) -> float:
-    if isinstance(message, WorkPlan) and message.kind == "capture":
+    if isinstance(message, WorkPlan) and isinstance(message.work, CaptureGraph):
         return CAPTURE_TIMEOUTS
     return max(1.0, _num_tokens(message) / TOKENS_PER_TIMEOUT)
 

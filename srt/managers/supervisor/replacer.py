@@ -22,7 +22,6 @@ from srt.protocol.messages import (
     EngineLost,
     EngineReplaced,
     Failed,
-    FromChild,
     Heartbeat,
     Progress,
     Ready,
@@ -40,13 +39,17 @@ START_S = 120.0  # for replacements to get ready, plus ten times the duration of
 CALM_S = 300.0  # replacements count towards --max-replacements for this long
 
 
+Report = Progress | Ready | Heartbeat | Failed
+"""What a child says of itself."""
+
+
 # ---- Events
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpoke:
     child: ChildKey
-    message: FromChild
+    message: Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +313,7 @@ class Replacer:
 
     # ---- What children do
 
-    def _heard(self, child: ChildKey, message: FromChild, now_s: float) -> list[Effect]:
+    def _heard(self, child: ChildKey, message: Report, now_s: float) -> list[Effect]:
         life = self._alive.get(child)
         if life is None:
             return []

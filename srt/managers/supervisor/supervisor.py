@@ -43,6 +43,7 @@ from srt.managers.supervisor.replacer import (
 from srt.managers.supervisor.run_dir import ADDRESS_FILE, RunDir
 from srt.managers.supervisor.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.supervisor.systemd import ServiceManager
+from srt.protocol.engine_work import EngineLedger
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
@@ -53,6 +54,7 @@ from srt.protocol.messages import (
     Heartbeat,
     Progress,
     Ready,
+    RecordLedger,
     ServerReady,
     Stop,
 )
@@ -101,6 +103,7 @@ class Supervisor:
         self._checkpoint_version = version_of(plan.model_folder)
         with _must_be_written(run_dir.path):
             ControlWords.create(run_dir.path, plan.args)
+        self._ledgers: dict[int, EngineLedger] = {}  # by replica: what its engine was told
         self._exit_code: int | None = None
         self._runtime_asked_to_stop = False
         for child in children:
@@ -152,6 +155,7 @@ class Supervisor:
             checkpoint_version=self._checkpoint_version,
             replica=key.replica,
             engines=self._replacer.generations if key.role == "frontend" else [],
+            ledger=self._ledgers.get(key.replica, EngineLedger()) if key.role != "frontend" else EngineLedger(),
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             self._streams[key].send(start)
@@ -210,10 +214,13 @@ class Supervisor:
                 return
             if message is None:
                 return
-            if not isinstance(message, (Progress, Ready, Heartbeat, Failed)):
+            if not isinstance(message, (Progress, Ready, Heartbeat, Failed, RecordLedger)):
                 self._drop_stream(key)
                 self._handle(LinkLost(key, f"unexpected {type(message).__name__}"))
                 return
+            if isinstance(message, RecordLedger):
+                self._ledgers[key.replica] = message.ledger
+                continue
             now_s = time.monotonic()
             if self._replacer.state is State.STARTING and self._report.record(key, message, now_s):
                 self._display.update(self._report, key, now_s)

@@ -35,12 +35,16 @@ class SchedulerLink:
         index: int,
         generation: int,
         run_dir: str,
+        process: str = "",
         on_message: Callable[[Message], None],
         on_idle: Callable[[], None],
         on_lost: Callable[[], None],
         on_broken: Callable[[str], None],
     ) -> None:
-        """Connect and say hello. Only the answer proves that a scheduler is there. Must run in the event loop's thread."""
+        """Connect and say hello. Only the answer proves that a scheduler is there. Must run in the event loop's thread.
+
+        process: a random text that all links of this process have in common.
+        """
         self._on_message = on_message
         self._on_idle = on_idle
         self._on_lost = on_lost
@@ -56,7 +60,7 @@ class SchedulerLink:
         self._fd, self._monitor_fd = int(self._link.socket.FD), int(self._monitor.FD)
         self._loop.add_reader(self._fd, self._read)
         self._loop.add_reader(self._monitor_fd, self._read_monitor)
-        self.send(FrontendHello(index, protocol_hash()))
+        self.send(FrontendHello(index, protocol_hash(), process))
         self._read_monitor()
 
     @property

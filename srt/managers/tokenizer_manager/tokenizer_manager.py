@@ -132,8 +132,10 @@ class TokenizerManager:
         tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
         model = await asyncio.to_thread(read_model_facts, model_folder, args, template)
 
+        process = secrets.token_hex(8)
+
         def connect(generation: int, **callbacks: Any) -> SchedulerLink:
-            return SchedulerLink(index=index, generation=generation, run_dir=run_dir, **callbacks)
+            return SchedulerLink(index=index, generation=generation, run_dir=run_dir, process=process, **callbacks)
 
         return cls(
             model=model,

@@ -25,6 +25,7 @@ from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
+from srt.protocol.engine_work import CaptureGraph, InspectTables, ResetTables, Work
 from srt.protocol.messages import (
     PlanSection,
     Prepare,
@@ -117,7 +118,7 @@ class TpWorker:
                 case WorkPlan():
                     self._step, self._busy_since_s = plan.step, time.monotonic()
                     self._answer_all()
-                    self._link.send(WorkDone(plan.step, self._rank, self._work(plan.kind)))
+                    self._link.send(WorkDone(plan.step, self._rank, self._work(plan.work)))
                 case _:
                     assert_never(plan)
         self._answer_all()
@@ -200,16 +201,16 @@ class TpWorker:
             self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, begun_s, now_s, time.monotonic())
 
-    def _work(self, kind: str) -> dict[str, Scalar]:
-        match kind:
-            case "reset":
+    def _work(self, work: Work) -> dict[str, Scalar]:
+        match work:
+            case ResetTables():
                 self._runner.reset()
                 if self._constrained is not None:
                     self._constrained.clear()
                 return {}
-            case "inspect":
+            case InspectTables():
                 return self._runner.inspect() | self._times.pop()
-            case "capture":
+            case CaptureGraph():
                 graphs = self._runner.graphs
                 size = graphs.capture_next()
                 if not graphs.num_left:
@@ -217,7 +218,7 @@ class TpWorker:
                     gc.freeze()
                 return {"size": size, "num_left": graphs.num_left}
             case _:
-                raise ValueError(f"unknown work {kind!r}: a worker knows reset, inspect and capture")
+                assert_never(work)
 
 
 def main(child: Child) -> None:

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, ToFrontend, ToWorkers, Worker
+from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler.scheduler import Scheduler
 from srt.protocol import messages
 from srt.protocol.codec import decode, encode
+from srt.protocol.engine_work import EngineLedger
 from srt.protocol.messages import (
     AckBatch,
     ContinueGeneration,
@@ -74,9 +75,16 @@ def expected_ids(made: GenerateRequest) -> list[int]:
 class Host:
     """Everything a frontend was sent is in `inbox[frontend]`; plans wait in `plans` until `answer` executes the first."""
 
-    def __init__(self, tp_size: int = 1, hello: WorkerHello | None = None, greet: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        tp_size: int = 1,
+        hello: WorkerHello | None = None,
+        greet: bool = True,
+        ledger: EngineLedger | None = None,
+        **options: Any,
+    ) -> None:
         self.hello = hello or worker_hello()
-        self.scheduler = Scheduler(ServerArgs(model_path="m", tp_size=tp_size, **options), PROTOCOL)
+        self.scheduler = Scheduler(ServerArgs(model_path="m", tp_size=tp_size, **options), PROTOCOL, ledger)
         self.worker = FakeWorker(
             self.hello.num_slots, self.hello.num_pages, self.hello.page_size, VOCAB, breaks_down=False
         )
@@ -84,6 +92,7 @@ class Host:
         self.plans: deque[StepPlan | WorkPlan] = deque()
         self.all_plans: list[PlanSection] = []
         self.fatal: str | None = None
+        self.ledger = ledger
         self.facts: dict[str, Scalar] = {}
         self.now = 0.0
         self.tp_size = tp_size
@@ -188,5 +197,7 @@ class Host:
                         self.all_plans.append(work.sections[0])
                 case HandshakeDone(values):
                     self.facts = values
+                case Record(ledger):
+                    self.ledger = ledger
                 case Fatal(reason):
                     self.fatal = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from srt.managers.scheduler.scheduler import CAPTURE_AFTER_S, CAPTURE_REST_S
+from srt.protocol.engine_work import CaptureGraph, InspectTables
 from srt.protocol.messages import (
     Abort,
     ContinueGeneration,
@@ -19,17 +20,18 @@ from srt.protocol.messages import (
 from tests.unit.managers.scheduler.scheduler_host import Host, request, worker_hello
 
 PROMPT = list(range(20))
+NAMES = {CaptureGraph: "capture", InspectTables: "inspect"}
 
 
 def kinds(host: Host) -> list[str]:
-    return [plan.kind if isinstance(plan, WorkPlan) else "step" for plan in host.plans]
+    return [NAMES[type(plan.work)] if isinstance(plan, WorkPlan) else "step" for plan in host.plans]
 
 
 def capture(host: Host, num_left: int) -> None:
     """The workers do what is first in line: a capture."""
     plan = host.plans.popleft()
     assert isinstance(plan, WorkPlan)
-    assert plan.kind == "capture"
+    assert plan.work == CaptureGraph()
     host.worker._count(plan.step)
     for rank in range(host.tp_size):
         host.from_worker(WorkDone(plan.step, rank, {"num_left": num_left}), rank)

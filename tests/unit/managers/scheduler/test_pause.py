@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from srt.managers.scheduler.effects import Record
+from srt.protocol.engine_work import EngineLedger, Pause
 from srt.protocol.messages import ContinueGeneration, ControlReply, FlushCache, FrontendHello, PauseGeneration
 from tests.unit.managers.scheduler.scheduler_host import PROTOCOL, Host, expected_ids, request
 
@@ -81,6 +83,36 @@ def test_a_pause_ends_with_the_frontend_that_asked_for_it() -> None:
     host.scheduler.frontend_gone(1)
     host.run()
     assert host.ids(1) == expected_ids(MADE)
+
+
+def test_a_pause_outlives_the_scheduler_that_was_asked_for_it() -> None:
+    host = paused("in_place")
+    host.run()
+    assert host.ledger == EngineLedger([Pause(0, "")])
+    successor = Host(ledger=host.ledger)
+    successor.say(MADE)
+    successor.run()
+    assert (successor.value("is_paused"), successor.ids(1)) == (True, [])
+    successor.say(ContinueGeneration(9))
+    assert successor.ledger == EngineLedger(), "it is recorded before the call is answered, so at once"
+    successor.run()
+    assert successor.ids(1) == expected_ids(MADE)
+
+
+def test_a_pause_does_not_outlive_a_frontend_that_dies_with_the_scheduler() -> None:
+    successor = Host(ledger=EngineLedger([Pause(0, "a process that is gone")]))
+    successor.say(MADE)
+    successor.run()
+    assert successor.ids(1) == expected_ids(MADE)
+    assert successor.ledger == EngineLedger()
+
+
+def test_a_pause_is_recorded_before_it_is_answered() -> None:
+    """The scheduler may die right behind its answer."""
+    host = paused("abort")
+    effects = [*host.scheduler.tick(host.now)]
+    assert host.ledger == EngineLedger([Pause(0, "")])
+    assert not any(isinstance(effect, Record) for effect in effects), "once is enough"
 
 
 def test_any_frontend_may_end_a_pause() -> None:

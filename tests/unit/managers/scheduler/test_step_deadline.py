@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from srt.managers.scheduler.step_deadline import StepDeadline
+from srt.protocol.engine_work import CaptureGraph, InspectTables
 from srt.protocol.messages import PageDelta, PlanSection, StepPlan, WorkPlan, int32_array
 
 
@@ -43,14 +44,14 @@ def test_a_step_of_many_tokens_may_take_longer() -> None:
 
 def test_a_capture_may_take_longer_since_it_may_compile_but_not_for_ever() -> None:
     deadline = StepDeadline(30.0, 1)
-    deadline.sent(WorkPlan(1, "capture"), 0.0)
+    deadline.sent(WorkPlan(1, CaptureGraph()), 0.0)
     assert deadline.complaint(299.9) is None
     assert deadline.complaint(300.0) is not None
 
 
 def test_who_is_late_is_named_with_the_step_and_the_option() -> None:
     deadline = StepDeadline(30.0, 3)
-    deadline.sent(WorkPlan(7, "inspect"), 0.0)
+    deadline.sent(WorkPlan(7, InspectTables()), 0.0)
     deadline.answered(1, 7, 1.0)
     assert deadline.complaint(29.9) is None
     assert deadline.complaint(30.0) == (

@@ -254,6 +254,19 @@ def test_a_worker_that_is_replaced_is_told_how_much_memory_there_was(start: Star
     ]
 
 
+def test_every_generation_is_told_what_the_one_before_was_told(start: Start) -> None:
+    server = start(max_replacements=9)
+    server.wait_ready()
+    for generation in range(2):
+        processes_of(server)["worker-1"].kill()
+        server.wait_for("at work again", generation + 1)
+    told = (server.tmp / "pids" / "ledgers").read_text().splitlines()
+    engine = ("scheduler 0", "worker 0", "worker 1")
+    expected = [f"{name} 1 []" for name in ("frontend 0", "frontend 1", *engine)]
+    expected += [f"{name} 2 [1]" for name in engine] + [f"{name} 3 [1, 2]" for name in engine]
+    assert sorted(told) == sorted(expected)
+
+
 def test_who_cannot_be_started_in_the_place_of_another_is_started_when_that_can_be_done_again(start: Start) -> None:
     server = start(max_replacements=10)
     server.wait_ready()

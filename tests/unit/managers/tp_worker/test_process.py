@@ -23,6 +23,7 @@ from srt.managers.process.child_process import MODULES, ChildKey, ChildProcess, 
 from srt.managers.tp_worker.process import TpWorker
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.step.step_output import SampledRows
+from srt.protocol.engine_work import CaptureGraph, InspectTables, ResetTables
 from srt.protocol.links import Received, RouterLink, worker_path
 from srt.protocol.messages import (
     Admission,
@@ -173,9 +174,9 @@ def test_two_ranks_serve_plans_report_their_tables_and_say_why_they_fail(checkpo
         assert [(r.step, r.ids_hash) for r in results] == [(a.step, a.ids_hash) for a in acks]
         assert len({result.ids_hash for result in results}) > 2
 
-        world.send(WorkPlan(6, "inspect"))
-        world.send(WorkPlan(7, "reset"))
-        world.send(WorkPlan(8, "inspect"))
+        world.send(WorkPlan(6, InspectTables()))
+        world.send(WorkPlan(7, ResetTables()))
+        world.send(WorkPlan(8, InspectTables()))
         for rank in world.ranks:
             found = [world.receive(rank, WorkDone).values for _ in range(3)]
             assert found[0].items() >= {"tables_hash": tables_hash({3: [9, 4]}), "num_slots_seen": 1}.items()
@@ -222,7 +223,7 @@ def test_two_ranks_prepare_a_grammar_and_draw_what_it_allows() -> None:
             assert [world.receive(1, StepAck).ids_hash for _ in sections] == [result.ids_hash for result in results]
             drawn[is_constrained] = [tuple(result.ids.tolist()) for result in results]
             step += 1
-            world.send(WorkPlan(step, "reset"))
+            world.send(WorkPlan(step, ResetTables()))
             for rank in world.ranks:
                 world.receive(rank, WorkDone)
         world.send(Release(resource.key))
@@ -332,7 +333,7 @@ class ScriptedLink:
 def test_the_next_step_is_launched_while_the_device_works_on_the_last(ready: bool, expected: list[str]) -> None:
     log: list[str] = []
     idle = [idle_section()]
-    link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, "reset"), StepPlan(4, idle)])
+    link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, ResetTables()), StepPlan(4, idle)])
     worker = TpWorker(0, LateRunner(log, ready), link)  # type: ignore[arg-type]  # fakes
     worker.serve()
     assert log == expected
@@ -376,7 +377,7 @@ def test_results_say_whether_a_graph_is_missed_until_it_is_captured(
     monkeypatch.setattr("gc.freeze", lambda: None)
     log: list[str] = []
     idle = [idle_section()]
-    link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, "capture"), StepPlan(4, idle)])
+    link = ScriptedLink([StepPlan(1, idle), StepPlan(2, idle), WorkPlan(3, CaptureGraph()), StepPlan(4, idle)])
     TpWorker(0, LateRunner(log, ready), link).serve()  # type: ignore[arg-type]  # fakes
     assert log[-4:] == ["answer 2", "capture", "launch 3", "answer 3"]
     results = [message for message in link.sent if isinstance(message, StepResult)]
