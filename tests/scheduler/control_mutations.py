@@ -26,8 +26,26 @@ CONTROL_MUTATIONS = (
     Mutation(
         "continue lifts only its own frontend's pause",
         "managers/scheduler/scheduler.py",
-        "self._paused_by.clear()\n                return",
-        "self._paused_by.discard(number)\n                return",
+        "self._pauses.end_all()\n                return",
+        "self._pauses.end_of(number)\n                return",
+    ),
+    Mutation(
+        "a pause dies with its scheduler",
+        "managers/scheduler/scheduler.py",
+        "self._pauses = Pauses(self._ledger.pauses)",
+        "self._pauses = Pauses([])",
+    ),
+    Mutation(
+        "a pause outlives its frontend",
+        "managers/scheduler/scheduler.py",
+        "        self._pauses.meet(client)\n",
+        "",
+    ),
+    Mutation(
+        "a call to continue is answered before it is recorded",
+        "managers/scheduler/scheduler.py",
+        'return [*self._record(), ToFrontend(number, ControlReply(call, True, "", {}))]',
+        'return [ToFrontend(number, ControlReply(call, True, "", {}))]',
     ),
     Mutation(
         "an abort by name is not passed on",
@@ -129,7 +147,7 @@ CONTROL_MUTATIONS = (
         "a pause of an unknown kind pauses",
         "managers/scheduler/scheduler.py",
         "        number = client.number\n        if mode not in PAUSE_MODES:",
-        "        number = client.number\n        self._paused_by.add(number)\n        if mode not in PAUSE_MODES:",
+        "        number = client.number\n        self._pauses.begin(client)\n        if mode not in PAUSE_MODES:",
     ),
     Mutation(
         "a drain can be paused",
@@ -152,7 +170,7 @@ CONTROL_MUTATIONS = (
     Mutation(
         "a drain waits for the end of a pause",
         "managers/scheduler/scheduler.py",
-        "        self._paused_by.clear()\n        self._is_draining = True",
+        "        self._pauses.end_all()\n        self._is_draining = True",
         "        self._is_draining = True",
     ),
 )

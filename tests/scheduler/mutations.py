@@ -324,7 +324,7 @@ MORE_MUTATIONS = (
     Mutation(
         "pause kept by a frontend that is gone",
         "managers/scheduler/scheduler.py",
-        "self._paused_by.discard(number)",
+        "self._pauses.end_of(number)",
         "pass",
     ),
     Mutation(
@@ -366,13 +366,13 @@ MORE_MUTATIONS = (
     Mutation(
         "no pause is ever answered",
         "managers/scheduler/scheduler.py",
-        "self._asked_to_pause.append((client, call))",
+        "self._pauses.ask(client, call)",
         "pass",
     ),
     Mutation(
         "a pause is answered while steps are in flight",
         "managers/scheduler/scheduler.py",
-        "(core.stream.num_in_flight == 0 or not self._paused_by)",
+        "(core.stream.num_in_flight == 0 or not self._pauses.is_on)",
         "core.stream.num_in_flight < 2",
     ),
     Mutation(
