@@ -14,9 +14,9 @@ from srt.model_executor.step.step_output import SampledRows
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, RowLogprobs, SamplingSpec, int32_array
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """One request, and what came of it."""
+    """One request, and what came of it. Two requests may be alike."""
 
     prompt: list[int]
     sampling: SamplingSpec
