@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 
 def compile_library(path: Path) -> None:
     """Leave the library at `path`. RuntimeError if it cannot be compiled."""
-    from srt.kernels.build.cpu_library import OPTIONS, SOURCE
+    from srt.kernels.build.cpu_library import OPTIONS, UNITS
 
     if platform.machine() != "x86_64":
         raise RuntimeError("the code for steps on a CPU serves x86-64 processors only")
@@ -28,7 +28,7 @@ def compile_library(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         new = Path(scratch, path.name)
-        command = [*compiler, *OPTIONS, "-o", str(new), str(SOURCE)]
+        command = [*compiler, *OPTIONS, "-o", str(new), *map(str, UNITS)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-2000:])

@@ -18,7 +18,7 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parents[1] / "cpu"
-SOURCE: Final = SOURCES / "decode_step.cpp"
+UNITS: Final = (SOURCES / "decode_step.cpp", SOURCES / "batch_invariant.cpp")
 NAME: Final = "decode_step.so"
 OPTIONS: Final = (
     "-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
