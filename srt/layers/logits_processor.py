@@ -65,17 +65,6 @@ def gather_vocabulary(tp: TensorParallel, logits: torch.Tensor, vocab_size: int)
     return tp.all_gather(logits, dim=-1)[:, :vocab_size]
 
 
-def pick_logprobs(log_probs: torch.Tensor, chosen: torch.Tensor, of_ids: torch.Tensor, top: int) -> Logprobs:
-    """Return the logprobs of the `chosen` ids, of the `top` best ids and of `of_ids`, from [N, vocabulary] logprobs."""
-    best = log_probs.topk(min(top, log_probs.shape[1]), dim=-1)
-    return Logprobs(
-        chosen=log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1),
-        top_ids=best.indices.to(torch.int32),
-        top=best.values,
-        of_ids=log_probs.gather(1, of_ids),
-    )
-
-
 class LogitsProcessor:
     """Computes logits and logprobs. Every rank must call the same methods with the same rows, because they may gather."""
 
@@ -103,6 +92,21 @@ class LogitsProcessor:
         """Return logprobs [rows, vocabulary] float32 from this rank's columns."""
         return gather_vocabulary(self._tp, logits, self._vocab_size).log_softmax(dim=-1)
 
+    def largest(self, log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids [rows, count] int32 of the largest logprobs of each row, and their values."""
+        best = log_probs.topk(count, dim=-1)
+        return best.indices.to(torch.int32), best.values
+
+    def pick_logprobs(self, log_probs: torch.Tensor, chosen: torch.Tensor, of_ids: torch.Tensor, top: int) -> Logprobs:
+        """Return the logprobs of the `chosen` ids, of the `top` best ids and of `of_ids`, from [N, vocabulary] logprobs."""
+        top_ids, best = self.largest(log_probs, min(top, log_probs.shape[1]))
+        return Logprobs(
+            chosen=log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1),
+            top_ids=top_ids,
+            top=best,
+            of_ids=log_probs.gather(1, of_ids),
+        )
+
     def prompt_logprobs(
         self,
         hidden: torch.Tensor,
@@ -117,7 +121,7 @@ class LogitsProcessor:
         for begin in range(0, len(targets), rows_at_once):
             block = slice(begin, begin + rows_at_once)
             log_probs = self.log_softmax(self.logits(hidden[wanted.rows[block]], lm_head))
-            parts.append(pick_logprobs(log_probs, targets[block], wanted.of_ids[block], top))
+            parts.append(self.pick_logprobs(log_probs, targets[block], wanted.of_ids[block], top))
         return Logprobs(
             chosen=torch.cat([part.chosen for part in parts]),
             top_ids=torch.cat([part.top_ids for part in parts]),

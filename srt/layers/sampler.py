@@ -26,6 +26,8 @@ from srt.mem_cache.memory_pool import AdjustmentTables, DrawTables, ReqToTokenPo
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo
 
 MINUS_INF = float("-inf")
+FindThreshold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""A function with the arguments and the result of `filter_threshold`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,21 @@ class Draws:
 class Sampler:
     """Draws from this rank's shard of the vocabulary, token ids `shard_start` … `shard_start + columns - 1`."""
 
-    def __init__(self, tp: TensorParallel, vocab_size: int, shard_start: int, tables: ReqToTokenPool) -> None:
+    def __init__(
+        self,
+        tp: TensorParallel,
+        vocab_size: int,
+        shard_start: int,
+        tables: ReqToTokenPool,
+        find_threshold: FindThreshold | None = None,
+    ) -> None:
+        """On a CPU, `find_threshold` replaces `filter_threshold`."""
         self._tp = tp
         self._vocab_size = vocab_size
         self._shard_start = shard_start
         self._tables = tables
         self._draw_from_shard: Callable[..., tuple[torch.Tensor, torch.Tensor]] = draw_from_shard
-        self._thresholds: Callable[..., torch.Tensor] = filter_thresholds
+        self._thresholds: Callable[..., torch.Tensor] = partial(filter_thresholds, find=find_threshold)
         self._adjustment_kernels: Callable[..., None] | None = None  # created at first use, when the columns are known
         if tables.seq_lens.is_cuda:
             # Imported here because Triton is installed only with PyTorch for CUDA.
@@ -174,16 +184,17 @@ def filter_thresholds(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
+    find: FindThreshold | None = None,
 ) -> torch.Tensor:
     """Return a threshold for each row of `logits` [rows, vocabulary]: the smallest logit / T that passes the row's filters.
 
     Only the rows with the indices `rows` (None: all) have filters; the other arguments have one entry for each of them. The threshold is
-    -inf for all other rows, and for greedy rows (temperature 0).
+    -inf for all other rows, and for greedy rows (temperature 0). `find` replaces `filter_threshold`.
     """
     is_noisy = temperatures > 0
     scaled = logits if rows is None else logits[rows]
     scaled = scaled.to(torch.float32) / torch.where(is_noisy, temperatures, 1.0).unsqueeze(1)
-    found = filter_threshold(scaled, top_ks, top_ps, min_ps).squeeze(1).masked_fill_(~is_noisy, MINUS_INF)
+    found = (find or filter_threshold)(scaled, top_ks, top_ps, min_ps).squeeze(1).masked_fill_(~is_noisy, MINUS_INF)
     if rows is None:
         return found
     return torch.full((len(logits),), MINUS_INF, device=logits.device).index_copy_(0, rows, found)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from srt.layers.logits_processor import LogprobArrays, Logprobs, pick_logprobs
+from srt.layers.logits_processor import LogprobArrays, Logprobs
 from srt.layers.sampler import Draws
 from srt.layers.token_masks import TokenMasks, apply_token_masks
 from srt.model_executor.step.executed_step import ModelRunnerOutput
@@ -81,7 +81,7 @@ class StepSampler:
         log_probs = self._logits_processor.log_softmax(logits[arrays.rows])
         self.mask(logits, masks)
         draws = self._sampler.draw(logits, info)
-        logprobs = pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
+        logprobs = self._logits_processor.pick_logprobs(log_probs, draws.ids[arrays.rows], arrays.of_ids, wanted.top)
         return draws, [(logprobs, wanted.segments)]
 
 
