@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from srt.utils.deterministic import option_obstacle
 from srt.utils.quantization import QUANTIZATIONS
 from srt.utils.speculation import DEFAULT_DRAFT_TOKENS, SPECULATIVE_ALGORITHMS, speculation_obstacle
 from srt.version import __version__
@@ -307,6 +308,9 @@ class ServerArgs:
     )
     torch_compile_max_bs: int = option(32, "most rows of a compiled decode step (--enable-torch-compile)", group=DEVICE)
     random_seed: int | None = option(None, "seed from which requests without a seed get theirs", group=DEVICE)
+    enable_deterministic_inference: bool = option(
+        False, "give a request the same ids and logprobs, to the bit, in any batch; on a CPU", group=DEVICE
+    )
     disable_custom_all_reduce: bool = option(
         False,
         "exchange the small results of decode steps through NCCL, not by writing to the other GPUs' memory",
@@ -413,7 +417,7 @@ class ServerArgs:
             self.speculative_ngram_min_match_window_size,
             self.speculative_ngram_max_match_window_size,
         )
-        if obstacle is not None:
+        if (obstacle := obstacle or option_obstacle(dataclasses.asdict(self))) is not None:
             raise ArgumentError(obstacle)
 
     def _check_http(self) -> None:
@@ -497,8 +501,7 @@ UNSUPPORTED = frozenset(
     "pp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
     " skip_tokenizer_init trust_remote_code allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " sampling_backend"
-    " enable_memory_saver enable_deterministic_inference"
+    " sampling_backend enable_memory_saver"
     " speculative_eagle_topk enable_lora lora_paths"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()

@@ -360,6 +360,9 @@ class MetaInfo(Times, Logprobs, Speculation):
     num_retractions: Annotated[Count, "Number of times the request lost its place to others, and was resumed."]
     dp_rank: Annotated[Count | None, "The replica that runs the request, of a server with --dp-size; else null."]
     seed: Seed
+    deterministic: NotRequired[
+        Annotated[bool, "True from a server with --enable-deterministic-inference; others leave it out."]
+    ]
 
 
 class Generated(TypedDict):

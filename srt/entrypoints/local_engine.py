@@ -22,7 +22,7 @@ from srt.entrypoints.embeddings.served_routes import CLASSIFY, ENCODE, GENERATE,
 from srt.entrypoints.embeddings.vectors import embedding, pooling_of
 from srt.entrypoints.engine_process import EngineProcess
 from srt.entrypoints.native import model_facts, server_facts
-from srt.entrypoints.native_shapes import NativeAnswer, parse_generate
+from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_generate
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
@@ -145,7 +145,7 @@ class LocalEngine:
         engine = self._service.engine()
         check_served(GENERATE, engine.model)
         call = parse_generate(body, engine.sampling_params)
-        answer = NativeAnswer(call, engine.text.token_text, num_drafts=self._args.num_drafts)
+        answer = self._new_answer(call)
 
         async def collect(prompt: int, handle: RequestHandle) -> None:
             for update in await handle.collect():
@@ -188,13 +188,17 @@ class LocalEngine:
         engine = self._service.engine()
         check_served(GENERATE, engine.model)
         call = parse_generate({**body, "stream": True}, engine.sampling_params)
-        answer = NativeAnswer(
-            call,
-            engine.text.token_text,
-            incremental=self._args.incremental_streaming_output,
-            num_drafts=self._args.num_drafts,
-        )
+        answer = self._new_answer(call, incremental=self._args.incremental_streaming_output)
         return Chunks(await engine.submit_all(call.inputs), answer, Pacer(self._args.stream_interval))
+
+    def _new_answer(self, call: NativeCall, *, incremental: bool = False) -> NativeAnswer:
+        return NativeAnswer(
+            call,
+            self._service.engine().text.token_text,
+            incremental=incremental,
+            num_drafts=self._args.num_drafts,
+            is_deterministic=self._args.enable_deterministic_inference,
+        )
 
     async def flush_cache(self) -> bool:
         done, _ = await self._service.engine().flush_cache()

@@ -229,4 +229,9 @@ def _processes(page: Page, service: Service) -> None:
         "Seconds since a process last made progress.",
         [({"process": status.process}, round(status.age_s, 3)) for status in statuses],
     )
+    page.gauge(
+        "srt:is_deterministic",
+        "1 with --enable-deterministic-inference, else 0.",
+        [({}, service.args.enable_deterministic_inference)],
+    )
     page.gauge("srt:info", "Always 1; the label is the version.", [({"version": __version__}, 1)])

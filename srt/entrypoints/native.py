@@ -91,6 +91,7 @@ async def generate(exchange: Exchange, service: Service) -> None:
         engine.text.token_text,
         incremental=service.args.incremental_streaming_output,
         num_drafts=service.args.num_drafts,
+        is_deterministic=service.args.enable_deterministic_inference,
     )
     await answer_call(
         exchange,

@@ -278,12 +278,14 @@ class NativeAnswer:
         *,
         incremental: bool = False,
         num_drafts: int,
+        is_deterministic: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._call = call
         self._token_text = token_text
         self._incremental = incremental
         self._num_drafts = num_drafts  # most drafts of a step, if the server drafts
+        self._is_deterministic = is_deterministic
         self._now = now
         self._began = now()
         self._epoch = time.time() - self._began  # add it to a time of `now` to get seconds since the epoch
@@ -362,6 +364,8 @@ class NativeAnswer:
         }
         if so_far.finished_at is not None and latest.times is not None:
             meta = {**meta, **self._times(latest.completion_tokens, latest.times, so_far.finished_at)}
+        if self._is_deterministic:
+            meta = {**meta, "deterministic": True}
         if latest.num_verified:
             meta = {**meta, **self._speculation(latest)}
         asked = self._call.inputs[so_far.prompt].logprobs

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
 from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
+from srt.layers.batch_invariant_ops import BatchInvariantLogitsProcessor, BatchInvariantOps
 from srt.layers.logits_processor import LogitsProcessor
+from srt.layers.ops import LayerOps
 from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPool
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
@@ -136,6 +139,7 @@ def load_model(
             report_weights,
             check_size=lambda num_bytes: check_weights(num_bytes, device),
             model=library,
+            ops=_chosen_ops(args),
         )
     if library is not None:
         library.check()
@@ -152,11 +156,22 @@ def load_model(
         attention=attention,
         attn_backend=attn_backend,
         captures_prompts=captures_prompts,
-        logits_processor=LogitsProcessor(tp, config.vocab_size),
+        logits_processor=_logits_processor(args, config, tp),
         staging=staging,
         draw_store=draw_store,
         model=model,
     )
+
+
+def _chosen_ops(args: ServerArgs) -> LayerOps | None:
+    """Return the operations that the options ask for; None leaves the choice to the device."""
+    return BatchInvariantOps(BatchInvariantKernels.load()) if args.enable_deterministic_inference else None
+
+
+def _logits_processor(args: ServerArgs, config: ModelConfig, tp: TensorParallel) -> LogitsProcessor:
+    if args.enable_deterministic_inference:
+        return BatchInvariantLogitsProcessor(tp, config.vocab_size, BatchInvariantKernels.load())
+    return LogitsProcessor(tp, config.vocab_size)
 
 
 def init_attention_backend(

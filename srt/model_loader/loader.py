@@ -16,6 +16,7 @@ from torch import nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.moe.packed_experts import PackedExperts
+from srt.layers.ops import LayerOps
 from srt.layers.ops_choice import layer_ops
 from srt.layers.quantization.weight import LinearWeight
 from srt.layers.weights import WeightedModule, WeightPiece
@@ -58,14 +59,15 @@ class ModelLoader(ABC):
         progress: Progress,
         check_size: Callable[[int], None] = lambda num_bytes: None,
         model: LibraryCausalLM | LibraryEncoder | None = None,
+        ops: LayerOps | None = None,
     ) -> AnyModel:
         """Return this rank's model on `device`, ready to run; ModelError names what the checkpoint lacks.
 
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
-        library, on the meta device; without it our own is built.
+        library, on the meta device; without it our own is built, with `ops` or else those of the device.
         """
         config.check_tp(tp.size)
-        built = model or _build_ours(config, tp, device)
+        built = model or _build_ours(config, tp, ops or layer_ops(device))
         check_size(_num_bytes(built, dtype))
         pieces, fill = self.prepare(config, Path(folder), built)
         materialize(built, dtype, device)
@@ -108,9 +110,9 @@ class DummyLoader(ModelLoader):
         return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
 
 
-def _build_ours(config: ModelConfig, tp: TensorParallel, device: torch.device) -> CausalLM:
+def _build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> CausalLM:
     with torch.device("meta"):
-        return CausalLM(config, tp, layer_ops(device))
+        return CausalLM(config, tp, ops)
 
 
 def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM | LibraryEncoder) -> list[str]:

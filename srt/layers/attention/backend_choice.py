@@ -11,8 +11,10 @@ from importlib.util import find_spec
 
 import torch
 
+from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.batch_invariant_backend import BatchInvariantBackend
 from srt.layers.attention.split_backend import SplitBackend
 from srt.layers.attention.torch_latent import TorchLatentBackend
 from srt.layers.attention.torch_native import TorchNativeBackend
@@ -40,6 +42,8 @@ class BackendChoice:
 
 def choose_backends(args: ServerArgs, spec: AttentionSpec, device: torch.device) -> BackendChoice:
     """Choose the backends of prompts and decodes. StartError if one that the options name cannot serve."""
+    if args.enable_deterministic_inference:
+        return BackendChoice("batch_invariant", "batch_invariant")
     if device.type == "cuda" and spec.kv_dtype == torch.float8_e4m3fn:
         _check_fp8(torch.cuda.get_device_capability(device))
     if spec.latents is not None and spec.kv_dtype != spec.dtype:
@@ -82,6 +86,8 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
     # Imported where they are used, because Triton and flashinfer are not installed on every host.
     if name == "torch_native":
         return TorchNativeBackend() if spec.latents is None else TorchLatentBackend()
+    if name == "batch_invariant":
+        return BatchInvariantBackend(BatchInvariantKernels.load())
     if name == "triton":
         from srt.kernels.build.triton_support import require_triton
 

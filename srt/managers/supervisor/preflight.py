@@ -13,6 +13,7 @@ from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
+from srt.utils.deterministic import ON_CPU_ONLY, OPTION
 from srt.utils.draft_model import draft_model_args
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
@@ -24,6 +25,7 @@ from srt.utils.page_groups import PageGroups
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
+HEAD_MULTIPLE = 16  # elements: what the kernels of deterministic servers read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ def check_model(args: ServerArgs) -> Path:
             f"--enable-torch-compile cannot compile the{'' if config.weight_formats.is_plain else ' quantised'} layers of"
             f" {config.architecture}: leave the option out."
         )
+    if args.enable_deterministic_inference:
+        check_deterministic(args, config)
     if args.quantization_param_path is not None:
         check_kv_scales(args.quantization_param_path, args, config)
     if args.speculative_algorithm is not None:
@@ -211,6 +215,29 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
         raise StartError(
             f"The weights take {needed / 1e9:.1f} GB as {dtype}{copies}, and {available / 1e9:.1f} GB of memory are available:"
             f" choose{fewer} a smaller model, or --dtype bfloat16 if it is not set already."
+        )
+
+
+def check_deterministic(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError if answers could depend on the batch here."""
+    if not runs_on_cpu(args):
+        raise StartError(ON_CPU_ONLY)
+    dtype = config.torch_dtype if args.dtype == "auto" else args.dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise StartError(f"{OPTION} computes in float32 or bfloat16, not in {dtype}: choose one of them with --dtype.")
+    if config.pooling is not None:
+        raise StartError(f"{OPTION} is for models that generate text, which this one does not do: leave it out.")
+    if not config.weight_formats.is_plain:
+        raise StartError(f"{OPTION} does not support quantised weights: choose another checkpoint, or leave it out.")
+    if "compiled" not in config.fast_paths:  # the layers whose operations are few and known
+        raise StartError(
+            f"{OPTION} serves dense models of the Llama, Mistral, Qwen2 and Qwen3 families only, not {config.architecture}:"
+            " leave it out."
+        )
+    head_dim = config.layers[0].self_attention.head_dim
+    if head_dim % HEAD_MULTIPLE:
+        raise StartError(
+            f"{OPTION} needs heads whose size is a multiple of {HEAD_MULTIPLE}, not {head_dim}: leave it out."
         )
 
 

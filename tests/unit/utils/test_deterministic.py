@@ -1,0 +1,61 @@
+"""What --enable-deterministic-inference does not support is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from srt.managers.supervisor.preflight import check_model
+from srt.server_args import ArgumentError, parse_args
+from srt.utils.errors import StartError
+from tests.support.checkpoints import CheckpointFactory
+
+WORDS = ["--device", "cpu", "--enable-deterministic-inference"]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["--speculative-algorithm", "NGRAM"],
+        ["--enable-torch-compile"],
+        ["--quantization", "fp8"],
+        ["--kv-cache-dtype", "fp8_e4m3"],
+        ["--model-impl", "transformers"],
+        ["--is-embedding"],
+        ["--dtype", "float16"],
+        ["--attention-backend", "torch_native"],
+        ["--prefill-attention-backend", "torch_native"],
+        ["--decode-attention-backend", "torch_native"],
+    ],
+    ids=lambda others: others[0],
+)
+def test_an_option_is_refused_by_its_name(others: list[str]) -> None:
+    with pytest.raises(ArgumentError, match=f"--enable-deterministic-inference does not support {others[0]}"):
+        parse_args(["--model-path", "tiny", *WORDS, *others])
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="works on a CPU only"):
+        parse_args(["--model-path", "tiny", "--device", "cuda", "--enable-deterministic-inference"])
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words", "reason"),
+    [
+        ("qwen3_moe", {}, [], "serves dense models"),
+        ("gemma2", {}, [], "serves dense models"),
+        ("qwen3", {"head_dim": 8}, [], "multiple of 16"),
+        ("qwen3", {}, ["--json-model-override-args", '{"torch_dtype": "float16"}'], "computes in float32 or bfloat16"),
+    ],
+)
+def test_a_model_is_refused(
+    checkpoint: CheckpointFactory, family: str, fields: dict[str, Any], words: list[str], reason: str
+) -> None:
+    folder = checkpoint(family, **fields)
+    with pytest.raises(StartError, match=reason):
+        check_model(parse_args(["--model-path", str(folder), *WORDS, *words]))
+
+
+def test_a_dense_model_is_served(checkpoint: CheckpointFactory) -> None:
+    check_model(parse_args(["--model-path", str(checkpoint("qwen3")), *WORDS]))
