@@ -78,7 +78,7 @@ class ServerArgs:
     )
     quantization: str | None = option(
         None,
-        "fp8: quantise the layers' weights while they are loaded; other values must be what the checkpoint is",
+        "fp8, int8: quantise the layers' weights while they are loaded; other values must be what the checkpoint is",
         group=MODEL,
         choices=QUANTIZATIONS,
     )

@@ -55,7 +55,9 @@ def _fits(piece: WeightPiece, header: TensorHeader) -> bool:
 def _is_readable(piece: WeightPiece, header: TensorHeader) -> bool:
     """Return whether the tensor's type can be stored in the piece's parameter without a change of meaning."""
     dtype = piece.parameter.dtype
-    if dtype is torch.float8_e4m3fn and piece.quantise is None:
+    if piece.quantise is not None:
+        return header.dtype in FLOATS
+    if dtype is torch.float8_e4m3fn:
         return header.dtype == "F8_E4M3"
     if dtype in (torch.uint8, torch.int8):
         return header.dtype == ("U8" if dtype is torch.uint8 else "I8")

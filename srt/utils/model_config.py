@@ -347,7 +347,7 @@ def _weight_formats(raw: Mapping[str, Any], quantization: str | None, layers: Se
     if is_stored and "input_output" in layouts:
         raise ModelError(
             f"Experts that are stored in one tensor for all are not supported in {formats.method}: choose an unquantised"
-            " checkpoint, which --quantization fp8 quantises while it is loaded."
+            " checkpoint, which --quantization fp8 or int8 quantises while it is loaded."
         )
     return formats
 

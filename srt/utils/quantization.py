@@ -20,7 +20,7 @@ Activations = Literal["none", "static", "token", "group"]
 
 WHAT_WORKS: Final = (
     "choose a checkpoint in fp8, compressed-tensors (float-, int- or pack-quantized), gptq, awq or mxfp4, or the"
-    " unquantised one, which --quantization fp8 quantises while it is loaded"
+    " unquantised one, which --quantization fp8 or int8 quantises while it is loaded"
 )
 LEAST_GROUP: Final = 32
 """Fewest inputs that share a scale in 4-bit weights."""
@@ -84,8 +84,13 @@ class WeightFormats:
 
 
 PLAIN_FORMATS: Final = WeightFormats()
-QUANTIZATIONS: Final = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-"""Values of --quantization. Only fp8 quantises; the others are for the user to say what the checkpoint is."""
+QUANTIZING: Final[Mapping[str, WeightFormat]] = {
+    "fp8": WeightFormat("plain", 8, "channel", is_float=True, activations="token"),
+    "int8": WeightFormat("plain", 8, "channel"),
+}
+"""Values of --quantization that quantise a plain checkpoint, and what its weights become."""
+QUANTIZATIONS: Final = (*QUANTIZING, "compressed-tensors", "gptq", "awq", "mxfp4")
+"""Values of --quantization. Those that do not quantise are for the user to say what the checkpoint is."""
 _EVERY: Final = LayerNames(("re:.*",))
 _EXPERTS: Final = LayerNames((r"re:.*\.experts\.",))
 _SHARED_GATES: Final = LayerNames((r"re:.*\.shared_expert_gate$",))
@@ -106,13 +111,12 @@ def read_formats(raw: Mapping[str, Any], asked: str | None = None) -> WeightForm
         raise ModelError(
             f"--quantization {asked}: the checkpoint is quantised with {formats.method}; leave the option out."
         )
-    if asked != "fp8":
+    if asked not in QUANTIZING:
         raise ModelError(
-            f"--quantization {asked}: the checkpoint is not quantised, and only fp8 quantises while weights are loaded:"
-            f" use --quantization fp8, or a checkpoint in {asked}."
+            f"--quantization {asked}: the checkpoint is not quantised, and only {' and '.join(QUANTIZING)} quantise while"
+            f" weights are loaded: use --quantization fp8 or int8, or a checkpoint in {asked}."
         )
-    form = WeightFormat("plain", 8, "channel", is_float=True, activations="token")
-    return WeightFormats("fp8", _SHARED_GATES, ((_EVERY, form),))
+    return WeightFormats(asked, _SHARED_GATES, ((_EVERY, QUANTIZING[asked]),))
 
 
 def _formats_of(quantization: Mapping[str, Any]) -> WeightFormats:

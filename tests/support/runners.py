@@ -29,7 +29,9 @@ def make_runner(
     """A runner with room for a few dozen requests; `options` are those of ServerArgs."""
     defaults = {"max_total_tokens": 8192, "max_running_requests": 24}
     args = ServerArgs(model_path=str(folder), device=device.type, page_size=page_size, **{**defaults, **options})
-    config = ModelConfig.from_folder(folder, args.model_overrides(), model_impl=args.model_impl)
+    config = ModelConfig.from_folder(
+        folder, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
+    )
     return start_runner(args, config, str(folder), tp or single_rank(), device, capture=capture)
 
 

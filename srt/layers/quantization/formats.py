@@ -71,4 +71,6 @@ def _kind_of(form: WeightFormat) -> type[Fp8Weight | Int8Weight | IntWeight | Mx
             return Mxfp4Weight
         case "int8":
             return Int8Weight
-    return Fp8Weight if form.is_float else IntWeight
+    if form.is_float:
+        return Fp8Weight
+    return Int8Weight if form.layout == "plain" else IntWeight

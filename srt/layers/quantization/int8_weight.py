@@ -1,4 +1,7 @@
-"""Weights of signed 8-bit integers with a scale for each output, whose inputs may be quantised likewise by token (W8A8)."""
+"""Weights of signed 8-bit integers with a scale for each output, whose inputs may be quantised likewise by token (W8A8).
+
+They are read from the checkpoint, or made of its plain weights while these are loaded (`--quantization int8`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from srt.layers.quantization.weight import LinearWeight, NumberForm, Place
+from srt.layers.quantization.weight import IntegerMatrix, LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import WeightFormat
@@ -41,10 +44,30 @@ class Int8Weight(LinearWeight):
     def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
         for at in places:
             shape = (at.num_outputs, at.num_inputs)
+            if self._form.layout == "plain":
+                place = (at.dim, at.start, at.size, at.target_start, None, at.stored_index)
+                stored = at.stored_shape(*shape)
+                yield WeightPiece(f"{at.path}.weight", stored, self, "values", *place, quantise=self._quantise)
+                continue
             yield WeightPiece(f"{at.path}.weight", shape, self, "values", at.dim, at.start, at.size, at.target_start)
             start, size = (at.start, at.size) if at.dim == 0 else (0, at.num_outputs)
-            place = (0, start, size, at.target_start)
-            yield WeightPiece(f"{at.path}.weight_scale", (at.num_outputs, 1), self, "scales", *place, is_scale=True)
+            yield WeightPiece(
+                f"{at.path}.weight_scale",
+                (at.num_outputs, 1),
+                self,
+                "scales",
+                0,
+                start,
+                size,
+                at.target_start,
+                is_scale=True,
+            )
+
+    def _quantise(self, first: int, rows: Tensor) -> None:
+        """Store rows of an unquantised weight; `first` is the place of the first one."""
+        values, scales = quantise_tokens(rows)
+        self.values.detach()[first : first + len(rows)] = values
+        self.scales.detach()[first : first + len(rows)] = scales
 
     def arrange(self) -> None:
         scales = self.scales.detach()
@@ -53,6 +76,10 @@ class Int8Weight(LinearWeight):
                 f"The checkpoint has a scale of {self._path} that is negative or not finite: quantise the model anew."
             )
         self.scales = nn.Parameter(scales.t().contiguous(), requires_grad=False)
+
+    @property
+    def integer_matrix(self) -> IntegerMatrix:
+        return IntegerMatrix(self.values.detach(), self.scales.detach().view(-1), self._form.activations != "none")
 
     @property
     def number_form(self) -> NumberForm:

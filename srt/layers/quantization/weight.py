@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,15 @@ class Place:
         return shape if self.stack is None else (self.stack[1], *shape)
 
 
+class IntegerMatrix(NamedTuple):
+    """A weight of signed 8-bit integers, and how its inputs are rounded."""
+
+    numbers: Tensor  # [outputs, inputs] int8
+    scales: Tensor  # [outputs] f32
+    rounds_inputs: bool
+    """Whether inputs become integers from -127 to 127 by the largest of their row. Else they stay as they are."""
+
+
 NumberKind = Literal["e4m3", "mxfp4", "int4", "int8", "signed8"]
 
 
@@ -77,6 +86,11 @@ class LinearWeight(nn.Module):
     @property
     def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:
         """(e4m3 numbers, a factor f32 of each row), which kernels for one row may read; None if the weight is not stored so."""
+        return None
+
+    @property
+    def integer_matrix(self) -> IntegerMatrix | None:
+        """The weight as integers with a scale for each output, which a CPU's decode step reads; None if it is not stored so."""
         return None
 
     @property

@@ -22,6 +22,7 @@ from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from srt.utils.page_groups import PageGroups
+from srt.utils.quantization import QUANTIZING
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
@@ -198,7 +199,7 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     """Raise StartError for weights that do not fit: on a CPU all ranks share the host's memory, else each GPU holds its rank's part."""
     dtype = config.torch_dtype if args.dtype == "auto" else args.dtype
     # This reads the headers, so a broken file is found here on any device.
-    needed = estimate_weight_bytes(folder, dtype, quantises=args.quantization == "fp8")
+    needed = estimate_weight_bytes(folder, dtype, quantises=args.quantization in QUANTIZING)
     if not runs_on_cpu(args):
         memory = gpu_memory(args.base_gpu_id)
         if memory is not None and needed / args.tp_size > memory.total:

@@ -184,15 +184,18 @@ def test_quantised_inputs_are_those_of_the_obvious_rounding(
         assert distance(torch.cat(parts, dim=-1), expected) < 2 * distance(plain, expected)
 
 
-def test_a_plain_checkpoint_is_quantised_while_it_is_loaded(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "same"), [("fp8", "fp8 channels and tokens"), ("int8", "int8 weights")])
+def test_a_plain_checkpoint_is_quantised_while_it_is_loaded(
+    asked: str, same: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
     """The same as a checkpoint that was quantised by channel before."""
     plain = checkpoint("qwen2", tied=False)
-    stored, _ = write_quantised(plain, tmp_path, WITH_INPUTS["fp8 channels and tokens"])
-    ours, expected = load(plain, single_rank(), "fp8"), load(stored, single_rank())
+    stored, _ = write_quantised(plain, tmp_path, {**WEIGHT_ONLY, **WITH_INPUTS}[same])
+    ours, expected = load(plain, single_rank(), asked), load(stored, single_rank())
     assert ours.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():
         assert torch.equal(ours.state_dict()[name].float(), tensor.float()), name
-    parts = run_ranks(2, tmp_path, lambda tp: logits_of(load(plain, tp, "fp8")))
+    parts = run_ranks(2, tmp_path, lambda tp: logits_of(load(plain, tp, asked)))
     unquantised = logits_of(load(plain, single_rank()))
     assert distance(torch.cat(parts, dim=-1), unquantised) < 1.5 * distance(logits_of(expected), unquantised)
 
