@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.ops import TORCH_OPS, LayerOps
+from srt.layers.quantization.int8_weight import quantise_tokens
+from srt.layers.quantization.weight import IntegerMatrix
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import NO_SCALES, Scales
 
@@ -97,6 +99,11 @@ class ParallelLMHead(WeightedModule):
         """Write the logits to `out` in the model's dtype, in which they are computed before `logits` converts them."""
         self._ops.project_into(hidden, self.weight, out)
         self._scaled(out)
+
+    def in_8_bits(self) -> IntegerMatrix:
+        """Return a copy of this rank's weight as integers with a scale for each output."""
+        numbers, scales = quantise_tokens(self.weight.detach())
+        return IntegerMatrix(numbers, scales.view(-1), rounds_inputs=False)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """Apply the model's factor and cap of logits in place."""

@@ -62,11 +62,13 @@ struct Rows {
 
 constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, unless there are too few of them for all threads
 
-enum Part { NORM, QKV, KEYS, ATTENTION, O, POST_NORM, GATE_UP, DOWN, NUM_PARTS };
+enum Part { NORM, QKV, KEYS, ATTENTION, ROUND_ATTENDED, O, POST_NORM, GATE_UP, ROUND_ACTIVATED, DOWN, NUM_PARTS };
 
 // Memory for the activations of a step.
 struct Buffers {
     std::vector<float> hidden, normed, wide, activated, attended, cosines, sines;
+    std::vector<float> scales;     // of the rows of the product's input
+    std::vector<int16_t> numbers;  // that input as integers, if the weights are integers
 
     void fit(const Model& model, int64_t rows) {
         int64_t widest = 0, most_activated = 0;
@@ -82,9 +84,12 @@ struct Buffers {
         grow(attended, rows * model.heads.num_heads * model.heads.head_dim);
         grow(cosines, rows * model.heads.head_dim / 2);
         grow(sines, rows * model.heads.head_dim / 2);
+        grow(scales, rows);
+        grow(numbers, rows * std::max({model.hidden_size, most_activated, model.heads.num_heads * model.heads.head_dim}));
     }
 
-    static void grow(std::vector<float>& buffer, int64_t size) {
+    template <class Element>
+    static void grow(std::vector<Element>& buffer, int64_t size) {
         if (int64_t(buffer.size()) < size) buffer.resize(size);
     }
 };
@@ -114,8 +119,10 @@ public:
             case QKV: return chunks_of(layer.qkv);
             case KEYS: return shares_slots_ ? int(rows_.num_rows * model_.heads.num_kv_heads) : 0;
             case ATTENTION: return int(rows_.num_rows * model_.heads.num_kv_heads);
+            case ROUND_ATTENDED: return layer.o.kind == Kind::INT8 ? int(rows_.num_rows) : 0;
             case O: return chunks_of(layer.o);
             case GATE_UP: return chunks_of(half_of(layer.gate_up));
+            case ROUND_ACTIVATED: return layer.down.kind == Kind::INT8 ? int(rows_.num_rows) : 0;
             case DOWN: return chunks_of(layer.down);
             default: return int(rows_.num_rows);
         }
@@ -123,18 +130,20 @@ public:
 
     void run(int phase, int chunk, int thread) override {
         if (phase == 0) return embed(chunk);
-        if (phase == num_phases() - 2) return norm_row(chunk, model_.final_norm);
+        if (phase == num_phases() - 2) return norm_row(chunk, model_.final_norm, model_.head);
         if (phase == num_phases() - 1) return logits(chunk);
         const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
         switch ((phase - 1) % NUM_PARTS) {
-            case NORM: return norm_row(chunk, layer.input_norm);
+            case NORM: return norm_row(chunk, layer.input_norm, layer.qkv);
             case QKV: return project(layer.qkv, chunk);
             case KEYS: return store_chunk(layer, chunk);
             case ATTENTION: return attend_chunk(layer, chunk, own_[thread]);
-            case O: return add(layer.o, buffers_.attended.data(), chunk);
-            case POST_NORM: return norm_row(chunk, layer.post_norm);
+            case ROUND_ATTENDED: return round(buffers_.attended.data(), chunk, layer.o);
+            case O: return add(layer.o, buffers_.attended, chunk);
+            case POST_NORM: return norm_row(chunk, layer.post_norm, layer.gate_up);
             case GATE_UP: return gate(layer.gate_up, chunk);
-            case DOWN: return add(layer.down, buffers_.activated.data(), chunk);
+            case ROUND_ACTIVATED: return round(buffers_.activated.data(), chunk, layer.down);
+            case DOWN: return add(layer.down, buffers_.activated, chunk);
         }
     }
 
@@ -148,7 +157,7 @@ private:
 
     // Tiles of outputs in a chunk: enough chunks for all threads, and few enough that claiming them costs nothing.
     int64_t tiles_in_chunk(const Matrix& matrix) const {
-        const int64_t tile_bytes = OUTPUTS * matrix.num_inputs * (matrix.kind == Kind::FLOAT32 ? 4 : 2);
+        const int64_t tile_bytes = OUTPUTS * matrix.num_inputs * bytes_of(matrix.kind);
         const int64_t share = tiles_of(matrix) / (3 * num_threads_);
         const int64_t tiles = std::max<int64_t>(1, std::min(share, CHUNK_BYTES / tile_bytes));
         return (tiles + 1) / 2 * 2;  // whole vectors, for `gate`
@@ -176,22 +185,33 @@ private:
         }
     }
 
-    void norm_row(int64_t row, const float* weight) {
+    // Norm a row for its product with `next`.
+    void norm_row(int64_t row, const float* weight, const Matrix& next) {
         const int64_t size = model_.hidden_size;
         norm(&buffers_.hidden[row * size], weight, size, model_.eps, &buffers_.normed[row * size]);
+        if (next.kind == Kind::INT8) round(buffers_.normed.data(), row, next);
     }
+
+    // Round a row of the next product's input to integers.
+    void round(const float* x, int64_t row, const Matrix& next) {
+        const int64_t size = next.num_inputs;
+        buffers_.scales[row] = round_row(x + row * size, size, next.most, &buffers_.numbers[row * size]);
+    }
+
+    Inputs inputs(const std::vector<float>& x) const { return {x.data(), buffers_.numbers.data(), buffers_.scales.data()}; }
 
     void project(const Matrix& matrix, int chunk) {
         float* out = buffers_.wide.data();
         each_tile(matrix, chunk, [&](int64_t begin) {
-            multiply(matrix, begin, buffers_.normed.data(), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+            multiply(matrix, begin, inputs(buffers_.normed), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
                 out[row * matrix.num_outputs + output] = value;
             });
         });
     }
 
     // Add the product to the stream.
-    void add(const Matrix& matrix, const float* x, int chunk) {
+    void add(const Matrix& matrix, const std::vector<float>& from, int chunk) {
+        const Inputs x = inputs(from);
         float* out = buffers_.hidden.data();
         each_tile(matrix, chunk, [&](int64_t begin) {
             multiply(matrix, begin, x, rows_.num_rows, [&](int64_t row, int64_t output, float value) {
@@ -207,8 +227,8 @@ private:
         float* out = buffers_.wide.data();
         const auto keep = [&](int64_t row, int64_t output, float value) { out[row * 2 * size + output] = value; };
         each_tile(half, chunk, [&](int64_t begin) {
-            multiply(matrix, begin, buffers_.normed.data(), rows_.num_rows, keep);
-            multiply(matrix, size + begin, buffers_.normed.data(), rows_.num_rows, keep);
+            multiply(matrix, begin, inputs(buffers_.normed), rows_.num_rows, keep);
+            multiply(matrix, size + begin, inputs(buffers_.normed), rows_.num_rows, keep);
         });
         const int64_t width = tiles_in_chunk(half) * OUTPUTS, begin = chunk * width, end = std::min(begin + width, size);
         for (int64_t row = 0; row < rows_.num_rows; row++) {
@@ -222,7 +242,7 @@ private:
     void logits(int chunk) {
         Stored* out = static_cast<Stored*>(rows_.logits);
         each_tile(model_.head, chunk, [&](int64_t begin) {
-            multiply(model_.head, begin, buffers_.normed.data(), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+            multiply(model_.head, begin, inputs(buffers_.normed), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
                 put(out + row * model_.head.num_outputs + output, value);
             });
         });

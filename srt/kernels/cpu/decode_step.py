@@ -20,26 +20,30 @@ from srt.utils.layer_spec import NO_SCALES, FeedForward
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from srt.layers.embedding import ParallelLMHead
     from srt.layers.linear import LinearLayer
+    from srt.layers.quantization.weight import IntegerMatrix, LinearWeight
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.models.causal_lm import CausalLM
     from srt.models.decoder import Decoder, DecoderLayer
     from srt.utils.model_config import ModelConfig
 
-KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+DTYPES: Final = (torch.float32, torch.bfloat16)
+"""What embeddings, norms, keys and values can be."""
 MOST_ROWS: Final = 32
 """Steps of more rows are left to PyTorch."""
 _LANES: Final = 8
+_PAIRED_LANES: Final = 2 * _LANES
+"""What the number of inputs must be a multiple of if weights are integers."""
 
 
 class _Matrix(Structure):
     _fields_ = (
-        ("values", c_void_p),
-        ("bias", c_void_p),
-        ("num_outputs", c_int64),
-        ("num_inputs", c_int64),
-        ("kind", c_int32),
+        *((name, c_void_p) for name in ("values", "bias", "scales")),
+        *((name, c_int64) for name in ("num_outputs", "num_inputs")),
+        *((name, c_int32) for name in ("kind", "most")),
     )
 
 
@@ -101,7 +105,7 @@ class CpuDecodeStep:
             embedding=_pointer(decoder.embed_tokens.weight),
             final_norm=self._floats(decoder.norm.weight),
             frequencies=self._floats(rope.frequencies),
-            head=_matrix(model.lm_head.weight, None),
+            head=self._head_of(model.lm_head, config),
             heads=heads,
             hidden_size=config.hidden_size,
             page_size=pool.page_size,
@@ -164,9 +168,21 @@ class CpuDecodeStep:
         )
 
     def _product_of(self, linear: LinearLayer) -> _Matrix:
+        bias = None if linear.bias is None else self._floats(linear.bias)
+        integers = linear.weight.integer_matrix
+        if integers is not None:
+            return _integer_matrix(integers, bias)
         matrix = linear.affine.matrix
         assert matrix is not None, "`can_run` lets no other weights pass"
-        return _matrix(matrix, None if linear.bias is None else self._floats(linear.bias))
+        return _matrix(matrix, bias)
+
+    def _head_of(self, head: ParallelLMHead, config: ModelConfig) -> _Matrix:
+        """With --quantization int8 decoding reads a copy of the output layer in 8 bits, because it is a large part of a small model."""
+        if config.weight_formats.method != "int8" or head.weight.shape[1] % _PAIRED_LANES:
+            return _matrix(head.weight, None)
+        integers = head.in_8_bits()
+        self._kept += integers.numbers, integers.scales
+        return _integer_matrix(integers, None)
 
     def _floats(self, values: Tensor) -> int:
         """Return the address of the values as float32, which this object keeps."""
@@ -177,7 +193,7 @@ class CpuDecodeStep:
 def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> bool:
     """Return whether the compiled step computes what these layers do, with weights and memory of these types and sizes."""
     decoder, dtype = cast("Decoder", model.model), model.lm_head.weight.dtype
-    if dtype not in KINDS or pool.dtype != dtype or config.scales != NO_SCALES:
+    if dtype not in DTYPES or pool.dtype != dtype or config.scales != NO_SCALES:
         return False
     if any(not isinstance(layer.feed_forward, FeedForward) for layer in config.layers):
         return False
@@ -191,10 +207,10 @@ def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> boo
             layer.gated_mlp.down_proj,
         )
     ]
-    matrices = [*(linear.affine.matrix for linear in linears), model.lm_head.weight]
     widths = config.hidden_size, *(layer.feed_forward.size for layer in config.layers)
     return (
-        all(matrix is not None and _is_regular(matrix, dtype) for matrix in matrices)
+        all(_is_readable(linear.weight, dtype) for linear in linears)
+        and _is_regular(model.lm_head.weight, dtype)
         and all(width % _LANES == 0 for width in widths)
         and all(layer.attention.head_dim % (2 * _LANES) == 0 for layer in config.layers)
         and 2 * decoder.rotary_emb.frequencies.numel() == config.layers[0].attention.head_dim
@@ -205,12 +221,26 @@ def _layers_of(decoder: Decoder) -> Sequence[DecoderLayer]:
     return cast("list[DecoderLayer]", list(decoder.layers))
 
 
+def _is_readable(weight: LinearWeight, dtype: torch.dtype) -> bool:
+    if weight.integer_matrix is not None:
+        return weight.shape[1] % _PAIRED_LANES == 0
+    return weight.matrix is not None and _is_regular(weight.matrix, dtype)
+
+
 def _is_regular(matrix: Tensor, dtype: torch.dtype) -> bool:
     return matrix.dtype == dtype and matrix.is_contiguous() and matrix.shape[1] % _LANES == 0
 
 
 def _matrix(matrix: Tensor, bias: int | None) -> _Matrix:
-    return _Matrix(_pointer(matrix), bias, *matrix.shape, KINDS[matrix.dtype])
+    return _Matrix(_pointer(matrix), bias, None, *matrix.shape, KINDS[matrix.dtype], 0)
+
+
+def _integer_matrix(integers: IntegerMatrix, bias: int | None) -> _Matrix:
+    """Inputs become integers of 8 or 16 bits, or of fewer than 16 where a sum, of which each lane has an eighth, would not fit in 32."""
+    numbers, scales, rounds_inputs = integers
+    largest_sum, products = 2**31 - 1, numbers.shape[1] // _LANES
+    most = 127 if rounds_inputs else min(2**15 - 1, largest_sum // (128 * products))
+    return _Matrix(_pointer(numbers), bias, _pointer(scales), *numbers.shape, KINDS[torch.int8], most)
 
 
 def _rows_of(batch: ForwardBatch, out: Tensor) -> _Rows:

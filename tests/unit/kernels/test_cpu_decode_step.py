@@ -16,6 +16,7 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import SamplingSpec
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver
+from tests.support.quantised_checkpoint import WEIGHT_ONLY, WITH_INPUTS, write_quantised
 from tests.support.runners import decodes_of, make_runner
 from tests.support.whole_engine import WholeEngine
 
@@ -97,8 +98,40 @@ def test_logits_keys_and_values_are_those_of_the_layers(
         runner.reset()
 
 
-def test_a_row_has_the_same_bits_whatever_the_rows_beside_it(qwen3_checkpoint: Path) -> None:
-    runner = make_runner(qwen3_checkpoint, PAGE_SIZE, dtype="float32")
+@pytest.mark.parametrize(("name", "bound"), [("int8 weights", 2e-4), ("int8 channels and tokens", 0.02)])
+def test_weights_of_8_bits_are_multiplied_as_the_layers_do(
+    name: str, bound: float, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """Where inputs are quantised too, one that lies between two integers may become either."""
+    stored, _ = write_quantised(checkpoint("qwen2", vocab_size=509), tmp_path, {**WEIGHT_ONLY, **WITH_INPUTS}[name])
+    runner = make_runner(stored, PAGE_SIZE, dtype="float32")
+    PlanDriver(runner, PAGE_SIZE).run(jobs(5))
+    plain, compiled, _ = plain_and_compiled(runner, 5)
+    assert (plain - compiled).abs().max() <= bound * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_with_int8_the_output_layer_is_quantised_as_well(dtype: str, checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("llama", vocab_size=509), PAGE_SIZE, dtype=dtype, quantization="int8")
+    PlanDriver(runner, PAGE_SIZE).run(jobs(5))
+    head = runner.loaded.our_model.lm_head
+    numbers, scales, _ = head.in_8_bits()
+    head.weight = torch.nn.Parameter((numbers * scales[:, None]).to(head.weight.dtype), requires_grad=False)
+    plain, compiled, _ = plain_and_compiled(runner, 5)
+    assert (plain - compiled).abs().max() <= 10 * CLOSE[dtype] * float(plain.abs().max())
+
+
+def test_a_nan_is_not_lost_when_inputs_become_integers(checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("llama", vocab_size=509), PAGE_SIZE, dtype="float32", quantization="int8")
+    PlanDriver(runner, PAGE_SIZE).run(jobs(1))
+    with torch.inference_mode():
+        runner.loaded.our_model.model.embed_tokens.weight.fill_(float("nan"))
+    assert new_step_logits(runner, 1).isnan().all()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_row_has_the_same_bits_whatever_the_rows_beside_it(qwen3_checkpoint: Path, quantization: str | None) -> None:
+    runner = make_runner(qwen3_checkpoint, PAGE_SIZE, dtype="float32", quantization=quantization)
     PlanDriver(runner, PAGE_SIZE).run(jobs(7))
     together = new_step_logits(runner, 7)
     for num_rows in range(1, 7):
