@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import structs
 
+from srt.kernels.cpu.sequence_steps import MOST_TOKENS, SequenceSteps
 from srt.layers.sampler import Sampler
 from srt.model_executor.memory.device_state import DeviceState, init_kv_pool
 from srt.model_executor.model_runner import ModelRunner
@@ -42,11 +43,11 @@ class ModelDrafter:
     def __init__(self, runner: ModelRunner) -> None:
         """`runner` has a state made by `drafting_state`."""
         self._runner = runner
-        self._computed: Ints = (
-            runner.state.req_to_token_pool.seq_lens.numpy()
-        )  # positions computed by the smaller model
-
-        self._tokens = runner.state.req_to_token_pool.token_table.numpy()
+        tables, decodes = runner.state.req_to_token_pool, runner.graphs.decodes
+        self._computed: Ints = tables.seq_lens.numpy()  # positions computed by the smaller model
+        self._tokens = tables.token_table.numpy()
+        step = None if decodes is None else decodes.cpu_step
+        self._steps = None if step is None else SequenceSteps(step, tables, runner.loaded.config.vocab_size)
 
     def reset(self) -> None:
         self._runner.reset()
@@ -61,11 +62,25 @@ class ModelDrafter:
 
     def draft(self, rows: DraftRows) -> Ints:
         drafting = rows.most > 0
-        slots, most = rows.slots[drafting].astype(np.int32), rows.most[drafting]
-        self._catch_up(slots, rows.lengths[drafting])
+        slots, lengths, most = rows.slots[drafting], rows.lengths[drafting], rows.most[drafting]
+        if self._steps is not None and len(slots) <= MOST_TOKENS and self._runner.planner.draws_plainly(slots):
+            self._draft_plainly(self._steps, slots, lengths, most)
+            return rows.most
+        sent = slots.astype(np.int32)
+        self._catch_up(sent, lengths)
         for num_drafts in range(int(most.max())):
-            self._runner.launch(structs.replace(IDLE, decode_slots=slots[most > num_drafts]))
+            self._runner.launch(structs.replace(IDLE, decode_slots=sent[most > num_drafts]))
         return rows.most
+
+    def _draft_plainly(self, steps: SequenceSteps, slots: Ints, lengths: Ints, most: Ints) -> None:
+        """Draft in one call of the compiled code, which also computes the tokens that rows lack, if they are few."""
+        starts = self._computed[slots]
+        if int((lengths - starts).sum()) + len(slots) > MOST_TOKENS:
+            self._catch_up(slots.astype(np.int32), lengths)
+            starts = lengths
+        steps.draft(slots, starts, lengths, most)
+        self._computed[slots] = ends = lengths + most
+        self._runner.planner.set_lengths(slots, ends)
 
     def _catch_up(self, slots: Int32Array, lengths: Ints) -> None:
         """Compute the tokens that rows lack before their last known one. After drafts that were all right it is one."""

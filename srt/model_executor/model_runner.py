@@ -15,7 +15,7 @@ from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
-from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
+from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, ModelRunnerOutput, VerifiedTokens
 from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
@@ -64,12 +64,12 @@ class ModelRunner:
         return self._sample(self._execute(section), None)
 
     @torch.inference_mode()
-    def execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
+    def execute(self, section: PlanSection) -> ExecutedStep:
         """Apply the plan's changes to the tables, run the model, and compute the logits of the rows that sample."""
         return self._execute(section)
 
     @torch.inference_mode()
-    def sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None = None) -> StepOutput:
+    def sample(self, step: ExecutedStep, masks: TokenMasks | None = None) -> StepOutput:
         """Draw an id for every row that samples, and store it in the token table, where the next step reads it.
 
         `masks`, if given, says which tokens some of the rows may draw.
@@ -118,7 +118,7 @@ class ModelRunner:
 
     # ---- The model
 
-    def _execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
+    def _execute(self, section: PlanSection) -> ExecutedStep:
         decodes = None if self._decode_runner is None else self._planner.plan_decodes(section)
         if decodes is not None:
             return self.forward_decode(decodes)
@@ -181,7 +181,8 @@ class ModelRunner:
 
     # ---- The draws
 
-    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None) -> StepOutput:
+    def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
+        assert not isinstance(step, VerifiedTokens), "only a runner that speculates has such steps"
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
         output, device, draw_store = step.logits_output, self.loaded.device, self.loaded.draw_store

@@ -15,21 +15,20 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from srt.kernels.cpu.decode_step import MOST_ROWS
+from srt.kernels.cpu.sequence_steps import MOST_TOKENS, SequenceSteps
 from srt.layers.logits_processor import LogitsProcessorOutput
-from srt.layers.sampler import Draws
 from srt.layers.token_masks import TokenMasks
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.model_runner import ModelRunner, sampling_info
-from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
+from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, ModelRunnerOutput, VerifiedTokens
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_output import StepOutput, VerifiedOutput
+from srt.model_executor.step.step_planner import ranges
 from srt.protocol.messages import Int32Array, PlanSection
 from srt.speculative.acceptance import count_accepted
 from srt.speculative.drafter import Drafter, DraftLimits
 
 if TYPE_CHECKING:
-    from srt.kernels.cpu.decode_step import CpuDecodeStep
     from srt.model_executor.graphs.step_graphs import StepGraphs
     from srt.model_executor.loaded_model import LoadedModel
     from srt.model_executor.memory.device_state import DeviceState
@@ -54,6 +53,10 @@ class SpeculatingRunner(ModelRunner):
         self._drafter = drafter
         self._most_drafts = most_drafts
         self._limits = DraftLimits(state.num_slots, most_drafts)
+        self._has_masks = np.zeros(state.num_slots, np.bool_)  # rows that need a mask for each token
+        self._tokens: Int32Array = state.req_to_token_pool.token_table.numpy()
+        step = None if graphs.decodes is None else graphs.decodes.cpu_step
+        self._steps = None if step is None else SequenceSteps(step, state.req_to_token_pool, loaded.config.vocab_size)
         self._lengths: Ints = state.req_to_token_pool.seq_lens.numpy()
 
     @property
@@ -64,32 +67,45 @@ class SpeculatingRunner(ModelRunner):
         super().reset()
         self._drafter.reset()
 
-    def _execute(self, section: PlanSection) -> ModelRunnerOutput | DecodeOutput:
+    def _execute(self, section: PlanSection) -> ExecutedStep:
         self._enter_changes(section)
         rows = structs.replace(section, admissions=[], pages=[])
         if len(rows.extend_slots):
             self._drafter.read_prompts(rows)
-        num_drafts = self._draft(rows.decode_slots.astype(np.int64))
+        slots = rows.decode_slots.astype(np.int64)
+        num_drafts = self._draft(slots)
         if not num_drafts.any():
             return super()._execute(rows)
-        host = self._planner.plan(rows, num_drafts)
-        step = None if self._decode_runner is None else self._decode_runner.cpu_step
-        if step is None or len(rows.extend_slots) or len(host.arrays.sample_tokens) > MOST_ROWS:
-            return self._execute_planned(host)
-        return self._verify(host, step)
+        num_tokens = len(slots) + int(num_drafts.sum())
+        if self._steps is None or len(rows.extend_slots) or num_tokens > MOST_TOKENS:
+            return self._execute_planned(self._planner.plan(rows, num_drafts))
+        if self._planner.draws_plainly(slots) and not self._has_masks[slots].any():
+            return self._verify_plainly(rows, num_drafts)
+        return self._verify(self._planner.plan(rows, num_drafts))
 
-    def _verify(self, host: HostStep, step: CpuDecodeStep) -> ModelRunnerOutput:
+    def _verify_plainly(self, rows: PlanSection, num_drafts: Ints) -> VerifiedTokens:
+        """Run a step in which every token draws, and draw, in one call of the compiled code."""
+        assert self._steps is not None, "the compiled code is there"
+        num_draws = 1 + num_drafts
+        firsts = self._planner.slots.advance(rows, num_draws) - num_draws
+        slots, positions = np.repeat(rows.decode_slots.astype(np.int64), num_draws), ranges(firsts, num_draws)
+        ids, values = self._steps.draw_behind(slots, positions)
+        return VerifiedTokens(ids, values, slots, positions + 1, num_draws)
+
+    def _verify(self, host: HostStep) -> ModelRunnerOutput:
         """Run a step in which every token draws by the compiled code, so that drafts change no bit of a row's logits."""
+        assert self._steps is not None, "the compiled code is there"
         state, plan = self.state, self.loaded.staging.copy(host.arrays)
         tables = state.req_to_token_pool
         batch = ForwardBatch.init_new(host.rows, plan.rows, tables, state.token_to_kv_pool, self.loaded.attn_backend)
-        logits = step.logits_of(batch, plan.rows.token_slots)
+        logits = self._steps.step.logits_of(batch, plan.rows.token_slots)
         return ModelRunnerOutput(sampling_info(plan, batch), host, plan, LogitsProcessorOutput(logits, None))
 
     def _enter_changes(self, section: PlanSection) -> None:
         """Write the section's admissions and pages into the tables, so that drafts find them there."""
         for admission in section.admissions:
             self._limits.admit(admission)
+            self._has_masks[admission.slot] = bool(admission.resource)
         if section.admissions or any(len(delta.slots) for delta in section.pages):
             self.write_changes(section)
             self._drafter.enter_changes(section)
@@ -101,25 +117,29 @@ class SpeculatingRunner(ModelRunner):
         rows = self._limits.rows(slots, lengths, room)
         return self._drafter.draft(rows) if rows.most.any() else rows.most
 
-    def _sample(self, step: ModelRunnerOutput | DecodeOutput, masks: TokenMasks | None) -> StepOutput:
+    def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
+        if isinstance(step, VerifiedTokens):
+            assert masks is None, "rows with masks are not verified plainly"
+            return VerifiedOutput(*self._accept(step), [], self.loaded.device)
         if isinstance(step, DecodeOutput) or step.host.num_draws is None:
             return super()._sample(step, masks)
-        logits, num_draws = step.logits_output.next_token_logits, step.host.num_draws
+        logits, num_draws, info = step.logits_output.next_token_logits, step.host.num_draws, step.sampling_info
         assert logits is not None, "a step with drafts draws"
         if masks is not None:  # their rows are those that sample, which have one draw each
             firsts = torch.from_numpy(np.cumsum(num_draws) - num_draws)
             masks = replace(masks, rows=firsts[masks.rows.long()].to(torch.int32))
         draws, logprobs = self._sampler.draws_of(step, logits, masks)
-        ids, counts = self._accept(step, draws, num_draws)
+        slots, positions = info.slots.numpy(), info.positions.numpy()
+        verified = VerifiedTokens(draws.ids.numpy(), draws.values.numpy(), slots, positions, num_draws)
+        ids, counts = self._accept(verified)
         return VerifiedOutput(ids, counts, self._prompt_parts(step) + logprobs, self.loaded.device)
 
-    def _accept(self, step: ModelRunnerOutput, draws: Draws, num_draws: Ints) -> tuple[Int32Array, Int32Array]:
+    def _accept(self, step: VerifiedTokens) -> tuple[Int32Array, Int32Array]:
         """Keep the draws that count, set the rows' lengths by them, and return their ids and numbers."""
-        tables, info = self.state.req_to_token_pool, step.sampling_info
-        ids, slots, positions = draws.ids.numpy(), info.slots.numpy(), info.positions.numpy()
-        tokens = tables.token_table.numpy()
-        is_finite = np.isfinite(draws.values.numpy())
-        counts = count_accepted(ids, tokens[slots, positions], is_finite, num_draws)
+        ids, values, slots, positions, num_draws = step
+        tokens = self._tokens
+        drafts = tokens[slots, positions].astype(np.int64)
+        counts = count_accepted(ids, drafts, np.isfinite(values), num_draws)
         firsts = np.cumsum(num_draws) - num_draws
         known = np.maximum(counts, 1)  # a row that failed has a token too, which nobody sees
         places = np.arange(len(ids)) - np.repeat(firsts, num_draws)

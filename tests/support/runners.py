@@ -12,7 +12,7 @@ from srt.model_executor.graphs.cuda_graph_runner import Capture
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
-from srt.model_executor.step.executed_step import DecodeOutput, ModelRunnerOutput
+from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, VerifiedTokens
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from tests.support.ranks import CPU, single_rank
@@ -41,8 +41,9 @@ def decodes_of(runner: ModelRunner) -> DecodeRunner:
     return runner.graphs.decodes
 
 
-def logits_in(output: ModelRunnerOutput | DecodeOutput) -> torch.Tensor:
+def logits_in(output: ExecutedStep) -> torch.Tensor:
     """The logits of an executed step's rows; the next step overwrites them."""
+    assert not isinstance(output, VerifiedTokens), "it drew as it ran"
     logits = output.logits if isinstance(output, DecodeOutput) else output.logits_output.next_token_logits
     assert logits is not None
     return logits

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "products.h"
 #include "rows.h"
+#include "sequences.h"
 #include "team.h"
 
 namespace srt {
@@ -364,3 +365,28 @@ EXPORTED void srt_gather(const int64_t* slots, int64_t num_rows, const srt::Mail
 }
 
 EXPORTED void srt_store_draws(const srt::Store* store) { srt::store_draws(*store); }
+
+// Run a step of these tokens, and draw the id behind each: `ids` and `values` have the draws.
+EXPORTED void srt_draw_behind(srt::Runner* runner, const srt::Sequences* all, const int64_t* slots, const int64_t* positions,
+                              int64_t num_tokens, int64_t* ids, float* values) {
+    const srt::Looked looked(*all, slots, positions, num_tokens);
+    std::vector<srt::PageTable> tables;
+    for (int64_t n = 0; n < all->num_groups; n++) {
+        tables.push_back({all->groups[n].pages, all->groups[n].stride, looked.locations[n].data()});
+    }
+    const srt::Rows rows{num_tokens, looked.ids.data(), positions, slots, tables.data(), all->logits};
+    srt_run(runner, &rows);
+    const int64_t columns = runner->model.head.num_outputs;
+    const srt::Draws draws{all->logits, num_tokens, columns, columns, 0, looked.temperatures.data(), looked.seeds.data(),
+                           looked.next.data(), nullptr, ids, values, runner->model.kind == srt::Kind::BFLOAT16};
+    srt_draw(&draws, int(runner->own.size()));
+    for (int64_t i = 0; i < num_tokens; i++) ids[i] = std::min(ids[i], all->vocab_size - 1);
+}
+
+EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const srt::DraftRows* rows) {
+    std::vector<float> values;
+    srt::draft(*all, *rows, [&](const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, int64_t* ids) {
+        values.resize(slots.size());
+        srt_draw_behind(runner, all, slots.data(), positions.data(), int64_t(slots.size()), ids, values.data());
+    });
+}

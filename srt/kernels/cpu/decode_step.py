@@ -114,12 +114,23 @@ class CpuDecodeStep:
             kind=KINDS[pool.dtype],
         )
         self._dtype = pool.dtype
+        self.library = library
         self._run = library.srt_run
         self._runner: int | None = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
         weakref.finalize(self, library.srt_delete_runner, self._runner)
         self._rows: dict[
             int, tuple[_Rows, ForwardBatch, Tensor]
         ] = {}  # by number of rows: a batch's tensors stay the same
+
+    @property
+    def runner(self) -> int:
+        """The address of the compiled code's own object, valid while this object lives."""
+        assert self._runner is not None, "`of` returns no step without it"
+        return self._runner
+
+    def new_logits(self, num_rows: int) -> Tensor:
+        """Allocate memory for the logits [rows, vocabulary] of a step."""
+        return torch.empty((num_rows, self._model.head.num_outputs), dtype=self._dtype)
 
     @classmethod
     def of(cls, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> CpuDecodeStep | None:
@@ -142,7 +153,7 @@ class CpuDecodeStep:
 
         Each token gets what a step of its own would give it, bit for bit. Tokens of a slot follow each other.
         """
-        out = torch.empty((len(slots), self._model.head.num_outputs), dtype=self._dtype)
+        out = self.new_logits(len(slots))
         rows = _rows_of(batch, out)
         rows.num_rows, rows.slots = len(slots), _pointer(slots)
         self._run(self._runner, ctypes.byref(rows))

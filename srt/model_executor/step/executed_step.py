@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.model_executor.step.plan_arrays import PlanArrays
+from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_planner import DecodeStep, HostStep
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -28,3 +31,16 @@ class ModelRunnerOutput:
     host: HostStep
     plan: PlanArrays[torch.Tensor]
     logits_output: LogitsProcessorOutput
+
+
+class VerifiedTokens(NamedTuple):
+    """The result of a step that verified drafts and drew behind each token as it ran. Tokens of a row follow each other."""
+
+    ids: Ints  # drawn behind each token
+    values: NDArray[np.float32]  # that won
+    slots: Ints
+    positions: Ints  # of the draws
+    num_draws: Ints  # of each row
+
+
+ExecutedStep = ModelRunnerOutput | DecodeOutput | VerifiedTokens

@@ -100,6 +100,11 @@ class StepPlanner:
         self._standing = None
         self.slots.set_lengths(slots, lengths)
 
+    def draws_plainly(self, slots: Ints) -> bool:
+        """Return whether these slots draw without filters, penalties, biases and logprobs."""
+        is_plain = self._sampling.kind_of(slots) is SamplingKind.PLAIN
+        return is_plain and not wants_output_logprobs(self.slots.slot_logprobs, slots)
+
     def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
         """Plan a section that admits no request and in which every row decodes. For any other section return None and change nothing."""
         if section.admissions or len(section.extend_slots) or not len(section.decode_slots):
@@ -167,7 +172,7 @@ class StepPlanner:
         last_tokens = np.cumsum(row_tokens) - 1
         sample_rows, sample_tokens = rows.sample_rows, last_tokens[rows.sample_rows]
         if num_draws is not None:
-            sample_tokens = _ranges(sample_tokens - num_draws + 1, num_draws)
+            sample_tokens = ranges(sample_tokens - num_draws + 1, num_draws)
             sample_rows = np.repeat(sample_rows, num_draws)
         sampling_slots = rows.slots[sample_rows]
         admitted = section.admissions
@@ -257,7 +262,7 @@ def _ids_of(admissions: list[Admission]) -> dict[str, Ints]:
     ids = np.concatenate([a.ids for a in admissions]).astype(np.int64) if admissions else np.zeros(0, np.int64)
     return {
         "id_slots": np.repeat(np.array([a.slot for a in admissions], np.int64), counts),
-        "id_positions": _ranges(np.zeros_like(counts), counts),
+        "id_positions": ranges(np.zeros_like(counts), counts),
         "ids": ids,
     }
 
@@ -271,10 +276,10 @@ def row_arrays(host: HostRows) -> RowArrays[HostArray]:
 
 def compute_position(prefix_lens: Ints, extend_lens: Ints) -> tuple[Ints, Ints]:
     """Return the positions of all rows' tokens, row after row, and the index of each row's first token."""
-    return _ranges(prefix_lens, extend_lens), np.cumsum(extend_lens) - extend_lens
+    return ranges(prefix_lens, extend_lens), np.cumsum(extend_lens) - extend_lens
 
 
-def _ranges(starts: Ints, counts: Ints) -> Ints:
+def ranges(starts: Ints, counts: Ints) -> Ints:
     """Concatenate the ranges start … start + count - 1 of all pairs."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
