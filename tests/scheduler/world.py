@@ -383,9 +383,14 @@ class World:
         for frontend in self.frontends:
             heard_until = self.now + self.rng.choice((0.0, self.settings.delay, 1.0)) * self.rng.random()
             old.cut(frontend.number, heard_until)
-            self.at(heard_until, frontend.note_lost)
+            self.at(heard_until, partial(self._lose, frontend, old))
             waits_s = 0.05 * self.rng.random() + self.calls_rng.choice((0.0, 0.0, 0.5)) * self.calls_rng.random()
             self.at(heard_until + waits_s, partial(self._reconnect, frontend, new, by_request))
+
+    def _lose(self, frontend: LedgerFrontend, server: Server) -> None:
+        """A frontend learns that this server is gone, unless it has gone on to the next one already."""
+        if self._server_of[frontend.number] is server:
+            frontend.note_lost()
 
     def _reconnect(self, frontend: LedgerFrontend, server: Server, by_request: bool) -> None:
         if server is not self.server or self.frontends[frontend.number] is not frontend:
