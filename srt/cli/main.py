@@ -1,4 +1,4 @@
-"""The console command `srt`, which runs one of its commands: serve, chat, generate, doctor or health."""
+"""The console command `srt`, which runs one of its commands: serve, chat, generate, doctor, health or verify."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ usage: srt COMMAND [options]
   srt generate "Once upon a time" continue a prompt, for scripts
   srt doctor                      show what a bug report needs, and check whether a server could start
   srt health                      check whether the servers of this user are well, for scripts
+  srt verify answers.jsonl        replay recorded answers, and compare ids and logprobs to the bit
   srt --version                   print the version
 
 Each command lists its options with --help."""
@@ -26,6 +27,7 @@ COMMANDS = {
     "generate": "srt.cli.generate",
     "doctor": "srt.cli.doctor",
     "health": "srt.cli.health",
+    "verify": "srt.cli.verify",
 }
 
 

@@ -59,6 +59,12 @@ class Client:
         with self._response("GET", "/v1/models", None) as response:
             return str(json.loads(response.read())["data"][0]["id"])
 
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to `POST path`. AnswerError, with the server's own words, if it refuses."""
+        with self._response("POST", path, json.dumps(body)) as response:
+            answer: dict[str, Any] = json.loads(response.read())
+            return answer
+
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of `POST path` up to the end. AnswerError, with the server's own words, if it refuses."""
         with self._response("POST", path, json.dumps(body | {"stream": True})) as response:
