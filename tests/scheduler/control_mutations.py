@@ -30,18 +30,6 @@ CONTROL_MUTATIONS = (
         "self._pauses.end_of(number)\n                return",
     ),
     Mutation(
-        "a pause dies with its scheduler",
-        "managers/scheduler/scheduler.py",
-        "self._pauses = Pauses(self._ledger.pauses)",
-        "self._pauses = Pauses([])",
-    ),
-    Mutation(
-        "a pause outlives its frontend",
-        "managers/scheduler/scheduler.py",
-        "        self._pauses.meet(client)\n",
-        "",
-    ),
-    Mutation(
         "a call to continue is answered before it is recorded",
         "managers/scheduler/scheduler.py",
         'return [*self._record(), ToFrontend(number, ControlReply(call, True, "", {}))]',
