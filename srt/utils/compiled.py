@@ -55,9 +55,11 @@ TYPED = (
     "srt.constrained.constraint",
     "srt.managers.scheduler.effects",  # msgspec structs: compiled, their class keywords (`frozen`, `gc`) would be lost
     "srt.mem_cache.tables_hash",
+    "srt.protocol.engine_work",
     "srt.protocol.labels",
     "srt.protocol.messages",
     "srt.protocol.views",
+    "srt.protocol.wire",
     "srt.sampling.draw_checks",
     "srt.sampling.foreign_fields",
     "srt.sampling.foreign_table",
