@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.generated_page import write_or_check
-from srt.server_args import ServerArgs
+from srt.server_args import GROUPS, ServerArgs
 
 PAGE = Path(__file__).parent.parent / "docs/options.md"
 
@@ -76,7 +76,7 @@ def render() -> str:
     """The page: one table for each group of options."""
     parts = [HEAD]
     group = None
-    for field in dataclasses.fields(ServerArgs):
+    for field in sorted(dataclasses.fields(ServerArgs), key=lambda field: GROUPS.index(field.metadata["group"])):
         if field.metadata["group"] != group:
             group = field.metadata["group"]
             parts.append(f"\n## {group}\n\n| option | default | meaning | in SGLang |\n|---|---|---|---|\n")

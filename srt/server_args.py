@@ -12,23 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from srt.utils.deterministic import option_obstacle
+from srt.utils.lora_options import LORA, LoraOptions
+from srt.utils.option import ArgumentError as ArgumentError
+from srt.utils.option import option
 from srt.utils.quantization import QUANTIZATIONS
 from srt.utils.speculation import DEFAULT_DRAFT_TOKENS, SPECULATIVE_ALGORITHMS, speculation_obstacle
 from srt.version import __version__
-
-
-class ArgumentError(ValueError):
-    """Raised for an option that the user must change. The text is one sentence that names it."""
-
-
-def option(
-    default: Any, help_text: str, *, group: str, choices: Sequence[str] = (), aliases: Sequence[str] = ()
-) -> Any:
-    return dataclasses.field(
-        default=default,
-        metadata={"help": help_text, "group": group, "choices": tuple(choices), "aliases": tuple(aliases)},
-    )
-
 
 NO_PARSER = "none"
 TOOL_CALL_PARSERS = tuple(
@@ -42,7 +31,7 @@ REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi 
 
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
 SPECULATION = "Speculative decoding"
-
+GROUPS = (MODEL, HTTP, MEMORY, SPECULATION, LORA, DEVICE, LOG)  # in the order of documents
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
@@ -53,7 +42,7 @@ GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
 
 
 @dataclass(frozen=True, slots=True)
-class ServerArgs:
+class ServerArgs(LoraOptions):
     """The options as the user gave them. `check()` refuses values that cannot work together; nothing is guessed here."""
 
     model_path: str = option(
@@ -399,6 +388,7 @@ class ServerArgs:
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self._check_speculation()
+        self.check_adapters(self)
         self.model_overrides()
 
     def _check_speculation(self) -> None:
@@ -502,7 +492,7 @@ UNSUPPORTED = frozenset(
     " skip_tokenizer_init trust_remote_code allow_auto_truncate"
     " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend enable_memory_saver"
-    " speculative_eagle_topk enable_lora lora_paths"
+    " speculative_eagle_topk max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()
 )
@@ -575,11 +565,10 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"srt {__version__}")
-    groups: dict[str, Any] = {}
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     hints = typing.get_type_hints(ServerArgs)
     for f in dataclasses.fields(ServerArgs):
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        _add_option(group, f, hints[f.name])
+        _add_option(groups[f.metadata["group"]], f, hints[f.name])
     return parser
 
 

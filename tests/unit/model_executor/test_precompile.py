@@ -64,7 +64,7 @@ def precompiling_runner(
 ) -> ModelRunner:
     """Precompiles on a CPU too, where there is no kernel to compile."""
     args = ServerArgs(
-        str(folder), device="cpu", max_total_tokens=8192, max_running_requests=24, dtype="float32", **options
+        model_path=str(folder), device="cpu", max_total_tokens=8192, max_running_requests=24, dtype="float32", **options
     )
     config = ModelConfig.from_folder(folder)
     loaded = load_model(args, config, str(folder), tp or single_rank(), CPU)
@@ -329,7 +329,7 @@ def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
 
 @pytest.fixture
 def arguments(checkpoint: CheckpointFactory) -> ServerArgs:
-    return ServerArgs(str(checkpoint("qwen3")), device="cpu")
+    return ServerArgs(model_path=str(checkpoint("qwen3")), device="cpu")
 
 
 def test_the_record_is_of_these_options_this_rank_and_this_model(arguments: ServerArgs) -> None:
