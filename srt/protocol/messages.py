@@ -125,6 +125,7 @@ class GenerateRequest(Wire, frozen=True, tag=2):
     stream: bool = False  # the client reads tokens as they come, so its steps are kept short
     suspect: bool = False  # workers died, perhaps of this request: it must first run alone without harm
     resource: Resource | None = None  # it is admitted when all workers have prepared this
+    adapter: Resource | None = None  # likewise; this comes first
 
 
 class Abort(Wire, frozen=True, tag=3):
@@ -291,6 +292,7 @@ class Admission(Wire, frozen=True):
     sampling: SamplingSpec
     logprobs: LogprobSpec
     resource: str = ""  # the key of what it needs; the worker has prepared it
+    adapter: str = ""  # likewise
 
 
 class PageDelta(Wire, frozen=True):

@@ -68,6 +68,7 @@ class RequestView(Wire, frozen=True, tag=GenerateRequest.__struct_config__.tag):
     stream: bool
     suspect: bool
     resource: Resource | None
+    adapter: Resource | None
 
 
 class AdmissionView(Wire, frozen=True):
@@ -81,6 +82,7 @@ class AdmissionView(Wire, frozen=True):
     sampling: SamplingView
     logprobs: LogprobView
     resource: str
+    adapter: str
 
 
 FromFrontendView = (

@@ -37,6 +37,7 @@ MODULES = (
     "srt.managers.scheduler.preempted",
     "srt.managers.scheduler.core",
     "srt.managers.scheduler.request",
+    "srt.managers.scheduler.needs",
     "srt.managers.scheduler.resources",
     "srt.managers.scheduler.results",
     "srt.managers.scheduler.scheduler",

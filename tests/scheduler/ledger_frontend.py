@@ -38,7 +38,7 @@ from srt.protocol.messages import (
 from tests.scheduler.clients import Clients
 from tests.scheduler.names import is_meant
 from tests.scheduler.obligations import wanted_rows
-from tests.scheduler.resource_rules import check_failure
+from tests.scheduler.resource_rules import check_failure, needed_by
 from tests.scheduler.traffic import Choice
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ class LedgerFrontend:
         assert choice.poison_at < 0 or done.num_output <= choice.poison_at, f"{choice.name} was poison, and ended well"
         s = self._settings
         may_hang = s.num_deaths + s.num_slow_steps + s.num_poisons > 0 or s.callers == "poison"
-        if check_failure(choice.request.resource, done.status, done.message, may_hang=may_hang):
+        if check_failure(needed_by(choice.request), done.status, done.message, may_hang=may_hang):
             self._statistics["rule: requests fail with their resource"] += 1
             assert done.reason == "error", f"{choice.name}: {done}"
             return
@@ -407,5 +407,6 @@ class LedgerFrontend:
 
 def _asked(request: GenerateRequest) -> Asked:
     """The same for whoever asks the same."""
-    key = "" if request.resource is None else request.resource.key
+    resource = needed_by(request)
+    key = "" if resource is None else resource.key
     return request.prompt_ids.tobytes(), request.sampling.max_new_tokens, request.sampling.temperature, key

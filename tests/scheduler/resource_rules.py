@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from srt.managers.scheduler.request import Request, Status
-from srt.protocol.messages import Prepare, Prepared, Release, Resource
+from srt.protocol.messages import GenerateRequest, Prepare, Prepared, Release, Resource
 from srt.protocol.views import AdmissionView
 from tests.scheduler.settings import Settings
 
@@ -37,7 +37,13 @@ def draw_resources(count: int, rng: random.Random) -> list[Resource]:
     fates = [rng.choice(("good",) * 24 + ("slow",) * 8 + ("bad",) * 6 + ("lost",)) for _ in range(count)]
     if count > NUM_WANTED_OFTEN:
         fates[0] = "bad"
-    return [Resource("grammar", f"key {index}", fate.encode()) for index, fate in enumerate(fates)]
+    kind = random.Random(f"kind of {fates}").choice(("grammar", "adapter"))
+    return [Resource(kind, f"key {index}", fate.encode()) for index, fate in enumerate(fates)]
+
+
+def needed_by(request: Request | GenerateRequest) -> Resource | None:
+    """What a request needs: in a world all that is needed is of one kind."""
+    return request.resource or request.adapter
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class ResourceRules:
     def hear(self, work: Prepare | Release, requests: Iterable[Request], now: float) -> list[Answer]:
         """What the ranks will answer."""
         self._note_late(now)
-        needed = {r.resource.key for r in requests if r.resource is not None and r.progress.status is not Status.ENDED}
+        needed = {one.key for r in requests if (one := needed_by(r)) and r.progress.status is not Status.ENDED}
         if isinstance(work, Release):
             self._check_release(work.key, needed)
             return []
@@ -138,7 +144,8 @@ class ResourceRules:
 
     def is_ready(self, request: Request) -> bool:
         """Has every rank what the request needs?"""
-        return request.resource is None or self._is_ready(request.resource.key)
+        resource = needed_by(request)
+        return resource is None or self._is_ready(resource.key)
 
     def _is_ready(self, key: str) -> bool:
         held = self._held.get(key)
@@ -149,14 +156,16 @@ class ResourceRules:
         return held.num_answers == self._settings.tp_size and (held.has_failed or held.is_late)
 
     def check_admission(self, choice: Choice, admission: AdmissionView) -> None:
-        resource = choice.request.resource
-        assert admission.resource == ("" if resource is None else resource.key), f"{choice.name}: {admission.resource}"
+        resource = needed_by(choice.request)
+        keys = [one.key if one else "" for one in (choice.request.resource, choice.request.adapter)]
+        assert [admission.resource, admission.adapter] == keys, f"{choice.name}: {admission}"
         if resource is not None:
             self._statistics["rule: who is admitted has its resource"] += 1
             assert self._is_ready(resource.key), f"{choice.name} is admitted, and not all ranks have {resource.key}"
 
-    def want(self, resource: Resource | None) -> None:
-        """A request comes that needs it."""
+    def want(self, request: GenerateRequest) -> None:
+        """A request comes."""
+        resource = needed_by(request)
         if resource is None:
             return
         held = self._held.get(resource.key)
@@ -168,8 +177,8 @@ class ResourceRules:
     def ticked(self, requests: Iterable[Request], now: float) -> None:
         """After a tick: what is needed is asked for, and nobody waits for what was not prepared in time, or could not be."""
         self._turn += 1
-        live = [r for r in requests if r.resource is not None and r.progress.status is not Status.ENDED]
-        needed = {r.resource.key for r in live if r.resource is not None}
+        live = [(r, one) for r in requests if (one := needed_by(r)) and r.progress.status is not Status.ENDED]
+        needed = {resource.key for _, resource in live}
         self._note_late(now)
         for key in needed & self._held.keys():
             self._held[key].used_at = self._turn
@@ -181,13 +190,13 @@ class ResourceRules:
         has_room = self._num_held < self._settings.most_resources or idle
         self._statistics["rule: what is needed is prepared"] += bool(needed)
         assert not (lacking and has_room), f"{sorted(lacking)} are needed, and not to be prepared, though there is room"
-        for request in live:
-            held = self._held.get(request.resource.key) if request.resource is not None else None
+        for request, resource in live:
+            held = self._held.get(resource.key)
             if held is None or request.progress.status is not Status.WAITING or self.is_ready(request):
                 continue
             self._statistics["rule: nobody waits for ever for a resource"] += 1
             assert held.num_answers < self._settings.tp_size, f"request {request.key} waits for what cannot be prepared"
-            assert now < held.since_s + LONGEST_S, f"request {request.key} waits for {held.resource.key} for too long"
+            assert now < held.since_s + LONGEST_S, f"request {request.key} waits for {resource.key} for too long"
 
 
 def check_failure(resource: Resource | None, status: int, message: str, *, may_hang: bool) -> bool:

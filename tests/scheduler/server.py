@@ -238,7 +238,7 @@ class Server:
                     self._to_be_tried[choice.seed] = len(ids) + TRIAL_TOKENS
         effects = self._handle(Frontend(number), message)
         if isinstance(message, GenerateRequest) and not any(isinstance(word, Refused) for _, word in _said(effects)):
-            self.resources.want(message.resource)
+            self.resources.want(message)
         if not isinstance(message, FrontendHello):
             self.control.heard(frontend, message, _said(effects))
             self._forget_flushed()

@@ -174,6 +174,7 @@ class Settings:
             request_waiting_timeout=self.waiting_timeout,
             request_running_timeout=self.running_timeout,
             watchdog_timeout=self.watchdog_timeout,
+            max_loras_per_batch=self.most_resources,
         )
 
     @property

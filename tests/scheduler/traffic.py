@@ -112,8 +112,8 @@ class Traffic:
             priority=rng.choice((0, 0, 1, 2, 5, 7)) if s.policy == "priority" else 0,
             stream=rng.random() < s.stream_share,
             urgent=self._urgent_rng.random() < self._urgent_share,
-            resource=self._resource(),
         )
+        request = _with_resource(request, self._resource())
         choices = [
             Choice(request, index, choice_seed(request.seed, index), known, hashes)
             for index, (known, hashes) in enumerate(template.answers)
@@ -194,3 +194,9 @@ class Traffic:
 
     def _ids(self, count: int) -> Int32Array:
         return self._ids_rng.integers(0, self._settings.vocab_size, count, np.int32)
+
+
+def _with_resource(request: GenerateRequest, resource: Resource | None) -> GenerateRequest:
+    if resource is None:
+        return request
+    return replace(request, adapter=resource) if resource.kind == "adapter" else replace(request, resource=resource)

@@ -10,10 +10,10 @@ from srt.managers.scheduler.counters import Counters
 from srt.managers.scheduler.effects import Effect, ToFrontend
 from srt.managers.scheduler.forecast import OutputForecast
 from srt.managers.scheduler.kv_memory import KvMemory
+from srt.managers.scheduler.needs import Needs
 from srt.managers.scheduler.planner import Planner
 from srt.managers.scheduler.ranking import Ranking
 from srt.managers.scheduler.request import Request
-from srt.managers.scheduler.resources import Resources
 from srt.managers.scheduler.results import ResultReader
 from srt.managers.scheduler.slots import SlotTable
 from srt.managers.scheduler.step_times import StepTimes
@@ -68,7 +68,7 @@ class SchedulerCore:
         )
         self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
         self.stream = WorkerStream(args.tp_size, hello.num_graphs)
-        self.resources = Resources(args.tp_size, hello.most_resources)
+        self.resources = Needs(args.tp_size, hello.most_resources, args.max_loras_per_batch)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
 

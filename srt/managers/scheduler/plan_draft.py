@@ -114,4 +114,5 @@ def admission_of(request: Request, num_cached: int) -> AdmissionView:
         request.sampling,
         progress.logprobs,
         "" if request.resource is None else request.resource.key,
+        "" if request.adapter is None else request.adapter.key,
     )

@@ -169,6 +169,7 @@ class Request:
     """A choice of a request, as the client asked for it. Ids are bytes: int32 end to end."""
 
     __slots__ = (
+        "adapter",
         "arrived_s",
         "choice",
         "delivery",
@@ -213,6 +214,7 @@ class Request:
             stream,
             suspect,
             resource,
+            adapter,
         ) = astuple(message)
         prompt: bytes = prompt_ids
         outputs: bytes = all_outputs[index]  # those that it came with, as it was resumed
@@ -230,6 +232,7 @@ class Request:
         self.resource: Final[Resource | None] = (
             resource  # all workers must have prepared it before the request is admitted
         )
+        self.adapter: Final[Resource | None] = adapter  # likewise, before the resource
         self.trial_end: Final = num_output + TRIAL_TOKENS  # number of outputs that ends its trial
         # Neither may be negative, which is found when it is looked at as a whole.
         self.seed: Final[int] = choice_seed(seed, self.choice) if self.choice > 0 and seed >= 0 else seed

@@ -56,6 +56,15 @@ class Resources:
     def num_held(self) -> int:
         return self._num_held
 
+    def resource_of(self, request: Request) -> Resource | None:
+        """Return which resource of a request this is about."""
+        return request.resource
+
+    def knows(self, key: str) -> bool:
+        """Return whether the workers hold this resource, or were asked to prepare it."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_asked
+
     def pop_messages(self, now: float) -> list[Prepare | Release]:
         """Return what the workers are to release and to prepare, in order. They are asked for what is needed while there is room."""
         while self._unasked:
@@ -76,7 +85,7 @@ class Resources:
 
         Return whether it is ready. If not, `answered` returns the request later.
         """
-        resource = request.resource
+        resource = self.resource_of(request)
         if resource is None:
             return True
         entry = self._entries.get(resource.key)
@@ -92,9 +101,10 @@ class Resources:
 
     def leave(self, request: Request) -> None:
         """Note that a request has ended."""
-        if request.resource is None:
+        resource = self.resource_of(request)
+        if resource is None:
             return
-        entry = self._entries[request.resource.key]
+        entry = self._entries[resource.key]
         entry.users -= 1
         if request in entry.waiting:
             entry.waiting.remove(request)
@@ -119,9 +129,10 @@ class Resources:
 
     def failure(self, request: Request) -> tuple[int, str] | None:
         """Return the status and sentence with which the request must end, as its resource is not there; None if it is."""
-        if request.resource is None:
+        resource = self.resource_of(request)
+        if resource is None:
             return None
-        entry = self._entries[request.resource.key]
+        entry = self._entries[resource.key]
         if entry.is_late:
             return 503, TOO_LATE
         return (400, entry.reason) if entry.reason else None
@@ -145,8 +156,9 @@ class Resources:
         """Raise AssertionError unless users are counted right. `requests` are all that have not ended."""
         users: dict[str, int] = dict.fromkeys(self._entries, 0)
         for request in requests:
-            if request.resource is not None:
-                users[request.resource.key] += 1
+            resource = self.resource_of(request)
+            if resource is not None:
+                users[resource.key] += 1
         for key, entry in self._entries.items():
             assert entry.users == users[key], f"{entry.users} users of {key} are counted, {users[key]} there are"
             assert entry.ranks_left or not entry.waiting, f"requests wait for {key}, which all ranks have answered"

@@ -529,11 +529,12 @@ def _resubmission(entry: LedgerEntry) -> GenerateRequest:
 
 
 def digest_of(request: GenerateRequest) -> bytes:
-    """Return a digest of a request's prompt, max_new_tokens, temperature and resource. Another try has the same, whatever its seed."""
+    """Return a digest of a request's prompt, max_new_tokens, temperature and resources. Another try has the same, whatever its seed."""
     digest = hashlib.blake2b(repr((request.sampling.max_new_tokens, request.sampling.temperature)).encode())
     digest.update(request.prompt_ids.tobytes())
-    if request.resource is not None:
-        digest.update(request.resource.key.encode())
+    for resource in (request.resource, request.adapter):
+        if resource is not None:
+            digest.update(f"{resource.kind} {resource.key}".encode())
     return digest.digest()
 
 
