@@ -23,6 +23,7 @@ from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
 from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.model_loader.model_adapters import ModelAdapters
 from srt.models.any_model import AnyModel
 from srt.models.causal_lm import CausalLM
 from srt.models.library.encoder import LibraryEncoder
@@ -61,6 +62,7 @@ class LoadedModel:
     staging: Staging
     draw_store: DrawStore
     model: AnyModel
+    adapters: ModelAdapters | None = None  # None: the server has no LoRA adapters
 
     @property
     def our_model(self) -> CausalLM:
@@ -129,8 +131,7 @@ def load_model(
     captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
-        loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
-        model = loader.load_model(
+        model = get_model_loader(LoadConfig(load_format=args.load_format)).load_model(  # type: ignore[arg-type]
             config,
             folder,
             tp,
@@ -160,6 +161,7 @@ def load_model(
         staging=staging,
         draw_store=draw_store,
         model=model,
+        adapters=ModelAdapters.of(args, config, model, dtype, device),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +41,7 @@ class ModelRunner:
         self.graphs = graphs
         self._sampler = sampler
         self._decode_runner = graphs.decodes
+        self._adapters = None if loaded.adapters is None else loaded.adapters.step
         self._planner = self._new_planner()
 
     def _new_planner(self) -> StepPlanner:
@@ -80,6 +82,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Empty all tables on the host and on the device. The KV memory is not cleared, because no page refers to it any more."""
         self.state.req_to_token_pool.clear()
+        if self._adapters is not None:
+            self._adapters.clear()
         self._planner = self._new_planner()
 
     @property
@@ -119,6 +123,10 @@ class ModelRunner:
     # ---- The model
 
     def _execute(self, section: PlanSection) -> ExecutedStep:
+        if self._adapters is not None:
+            self._adapters.admit(section.admissions)
+            if self._adapters.are_in(section):
+                return self._execute_planned(self._planner.plan(section))
         decodes = None if self._decode_runner is None else self._planner.plan_decodes(section)
         if decodes is not None:
             return self.forward_decode(decodes)
@@ -135,7 +143,8 @@ class ModelRunner:
         samplers = self._sampler.padded(plan.sample_tokens)
         if not (len(plan.prompt_logprobs.rows) or self._sampler.reads_all_tokens):
             batch.output_tokens = samplers
-        hidden = self.forward(batch)
+        with nullcontext() if self._adapters is None else self._adapters.applied(host.rows, batch.output_tokens):
+            hidden = self.forward(batch)
         outputs = self._sampler.outputs_of(hidden, batch, samplers, plan.sample_rows)
         logits = None
         if info.num_rows:

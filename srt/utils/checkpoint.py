@@ -240,10 +240,10 @@ def _read_index(index: Path) -> dict[str, str]:
 def _read_file_headers(file: Path) -> Iterable[TensorHeader]:
     if file.suffix == ".bin":
         return [TensorHeader(t.name, t.dtype, t.shape, file, t.start, t.num_bytes) for t in read_torch_file(file)]
-    return _read_safetensors_headers(file)
+    return read_safetensors_headers(file)
 
 
-def _read_safetensors_headers(file: Path) -> Iterable[TensorHeader]:
+def read_safetensors_headers(file: Path) -> Iterable[TensorHeader]:
     """Read the headers of one file: 8 bytes little-endian header length, the header in JSON, the data."""
     try:
         with file.open("rb") as stream:

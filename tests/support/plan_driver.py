@@ -26,6 +26,7 @@ class Job:
     """Ids that it has got; given ids are those of an earlier incarnation."""
     prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     output_logprobs: list[RowLogprobs] = field(default_factory=list)
+    adapter: str = ""
     slot: int = -1
     computed: int = 0
     cached: int = 0
@@ -106,11 +107,22 @@ class PlanDriver:
         job.slot = self._free_slots.pop(0)
         job.pages = []
         if self.share:
-            job.pages = max((self._common_pages(job, other) for other in self._ended), key=len, default=[])
+            job.pages = max(
+                (self._common_pages(job, other) for other in self._ended if other.adapter == job.adapter),
+                key=len,
+                default=[],
+            )
         job.computed = job.cached = len(job.pages) * self.page_size
         logprobs = job.logprobs or LogprobSpec()
         return Admission(
-            job.slot, int32_array(job.known), len(job.prompt), job.cached, job.seed, job.sampling, logprobs
+            job.slot,
+            int32_array(job.known),
+            len(job.prompt),
+            job.cached,
+            job.seed,
+            job.sampling,
+            logprobs,
+            adapter=job.adapter,
         )
 
     def _common_pages(self, job: Job, other: Job) -> list[int]:

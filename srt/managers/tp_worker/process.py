@@ -20,6 +20,7 @@ from srt.distributed.errors import CollectiveError
 from srt.managers.process.child import Child, SupervisorGone
 from srt.managers.process.replica_layout import ReplicaLayout, previous_generation
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
+from srt.managers.tp_worker.adapters import AdapterLoader
 from srt.managers.tp_worker.constrained_rows import ConstrainedRows, GrammarLoader, SamplingRow, without_least_length
 from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
@@ -77,15 +78,17 @@ class TpWorker:
         tracer: Tracer | None = None,
         num_ranks: int = 1,
         grammars: GrammarLoader | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused."""
+        """Without `grammars`, requests with a grammar are refused, and without `adapters` those with an adapter."""
         self._trace = tracer or Tracer()
         self._rank = rank
         self._is_alone = num_ranks == 1
         self._runner = runner
         self._link = link
         self._times = WorkerTimes(window)
-        loaders: dict[str, Loader] = {} if grammars is None else {grammars.kind: grammars}
+        known: tuple[GrammarLoader | AdapterLoader | None, ...] = grammars, adapters
+        loaders: dict[str, Loader] = {loader.kind: loader for loader in known if loader is not None}
         self._resources = ResourceThreads(loaders, link.wake)
         self._constrained = None if grammars is None else ConstrainedRows(grammars)
         self._num_constrained_steps = 0
@@ -234,7 +237,9 @@ def main(child: Child) -> None:
     link = WorkerLink(child)
     args = child.start.args
     rank = ReplicaLayout.of(args, child.start.replica).rank_of(child.start.index)
-    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size, _grammar_loader(child, runner))
+    loaded, grammars = runner.loaded, _grammar_loader(child, runner)
+    adapters = None if loaded.adapters is None else AdapterLoader(loaded.adapters)
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size, grammars, adapters)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()

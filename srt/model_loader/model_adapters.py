@@ -1,0 +1,54 @@
+"""The LoRA adapters of one rank's model: which layers they may change, and the loading of their tensors."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import safe_open
+
+from srt.layers.adapters import StepAdapters, adapt_layers, change_of
+from srt.lora.adapter_files import AdapterLimits, content_hash, read_adapter
+from srt.lora.resource import AdapterContent
+from srt.models.any_model import AnyModel
+from srt.server_args import ServerArgs
+from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
+
+
+class ModelAdapters:
+    """Makes a model's layers ready for adapters, and loads adapters for them."""
+
+    def __init__(self, model: AnyModel, limits: AdapterLimits, dtype: torch.dtype, device: torch.device) -> None:
+        self.step = StepAdapters()
+        self._limits = limits
+        self._layers = adapt_layers(model, limits.layers, self.step)
+        self._dtype = dtype
+        self._device = device
+
+    @classmethod
+    def of(
+        cls, args: ServerArgs, config: ModelConfig, model: AnyModel, dtype: torch.dtype, device: torch.device
+    ) -> ModelAdapters | None:
+        """Return the adapters of a server's model; None if it serves none."""
+        limits = AdapterLimits.of(args, config)
+        return None if limits is None else cls(model, limits, dtype, device)
+
+    def load(self, key: str, content: AdapterContent) -> None:
+        """Load an adapter, in any thread, so that rows may have it under this key.
+
+        ModelError, with a sentence for clients, if its files are not those that the server has checked.
+        """
+        adapted = read_adapter(content.folder, self._limits)
+        matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        with safe_open(adapted[0].a.file, framework="pt") as file:
+            for layer in adapted:
+                a, b = file.get_tensor(layer.a.name), file.get_tensor(layer.b.name)
+                matrices[layer.path] = a.float(), b.float() * layer.scale
+        # After the tensors were read: a file that is written meanwhile is noticed.
+        if content_hash(content.folder) != content.content_hash:
+            raise ModelError(f"The files in {content.folder} have changed since the adapter was loaded: load it again.")
+        changes = {
+            path: change
+            for path, places in self._layers.items()
+            if (change := change_of(places, matrices, self._dtype, self._device)) is not None
+        }
+        self.step.hold(key, changes)
