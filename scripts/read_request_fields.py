@@ -35,6 +35,7 @@ from typing import Any
 SGLANG_IO, SGLANG_OPENAI = "sglang/srt/managers/io_struct.py", "sglang/srt/entrypoints/openai/protocol.py"
 VLLM_OPENAI, VLLM_TOKENS = "vllm/entrypoints/openai", "vllm/entrypoints/serve/tokenize/protocol.py"
 VLLM_BASES = ("vllm/entrypoints/generate/base/protocol.py", "vllm/entrypoints/openai/engine/protocol.py")
+VLLM_LORA = "vllm/entrypoints/serve/lora/protocol.py"
 VLLM_MESSAGES = ("vllm/renderers/chat_utils/types.py", "vllm/entrypoints/chat_utils.py")
 ANTHROPIC = ("anthropic/types", "anthropic/types/beta")
 OPENAI_CHAT, ROLES = "openai/types/chat/chat_completion", ("System", "Developer", "User", "Assistant")
@@ -94,6 +95,14 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     "abort": {"sglang": ((SGLANG_IO, "AbortReq"),)},
     "pause": {"sglang": ((SGLANG_IO, "PauseGenerationReqInput"),)},
     "continue": {"sglang": ((SGLANG_IO, "ContinueGenerationReqInput"),)},
+    "load_lora_adapter": {
+        "sglang": ((SGLANG_IO, "LoadLoRAAdapterReqInput"),),
+        "vllm": ((VLLM_LORA, "LoadLoRAAdapterRequest"),),
+    },
+    "unload_lora_adapter": {
+        "sglang": ((SGLANG_IO, "UnloadLoRAAdapterReqInput"),),
+        "vllm": ((VLLM_LORA, "UnloadLoRAAdapterRequest"),),
+    },
     "freeze_gc": {"sglang": ((SGLANG_IO, "FreezeGCReq"),)},
     "logging": {"sglang": ((SGLANG_IO, "ConfigureLoggingReq"),)},
     "tokenize": {

@@ -30,6 +30,10 @@ ELSEWHERE = MappingProxyType(
     {
         "add_request": "async_generate with stream=True does the same",
         "async_encode": "encode does the same in a thread, as asyncio.to_thread(runtime.encode, texts)",
+        **dict.fromkeys(
+            ("load_lora_adapter_async", "unload_lora_adapter_async"),
+            "the method without _async does the same in a thread, by asyncio.to_thread",
+        ),
         "endpoint": "this engine has no language for programs of its own; url and generate_url are there",
         "collective_rpc": "this engine runs nothing but its own steps in its workers",
         "save_sharded_model": "this engine writes no checkpoints",
@@ -182,6 +186,14 @@ class Runtime:
         if not rid and not abort_all:
             raise ArgumentError("rid is required, unless abort_all is true.")
         return self._engine.run(self._engine.abort("" if abort_all else rid))
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, str]:
+        """Load a LoRA adapter as POST /load_lora_adapter does. Returns the folders of all adapters by name."""
+        return self._engine.run(self._engine.load_adapter(lora_name, lora_path, pinned))
+
+    def unload_lora_adapter(self, lora_name: str) -> dict[str, str]:
+        """Forget a LoRA adapter; requests that run with it go on. Returns the folders of the others by name."""
+        return self._engine.run(self._engine.unload_adapter(lora_name))
 
     def get_server_info(self) -> dict[str, Any]:
         """Return what GET /server_info answers: options, limits, counters."""

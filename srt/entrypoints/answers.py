@@ -246,8 +246,8 @@ class ModelCard(TypedDict):
     object: Annotated[Literal["model"], "The kind of object."]
     created: Annotated[Count, "Seconds since the epoch."]
     owned_by: Annotated[str, "The serving software."]
-    root: Annotated[str, "The path of the checkpoint."]
-    parent: Annotated[None, "Always null."]
+    root: Annotated[str, "The path of the checkpoint, or an adapter's folder."]
+    parent: Annotated[str | None, "Of a LoRA adapter, the model that it adapts; else null."]
     max_model_len: Annotated[Count, "The largest number of tokens in a prompt and its output together."]
 
 
@@ -288,6 +288,11 @@ class SeparatedReasoning(TypedDict):
 class Done(TypedDict):
     message: Annotated[str, "One sentence that says what was done."]
     status: Annotated[Literal["ok"], "Always ok."]
+
+
+class LoadedAdapters(TypedDict):
+    success: Annotated[Literal[True], "Always true: a refusal has another status."]
+    loaded_adapters: Annotated[dict[str, str], "The folders of all adapters that requests may name, by name."]
 
 
 class Stopped(TypedDict):

@@ -8,7 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from srt.entrypoints import health, metrics, native, openapi, operations, parsing, profiling, tokenizing, web_page
+from srt.entrypoints import (
+    adapters,
+    health,
+    metrics,
+    native,
+    openapi,
+    operations,
+    parsing,
+    profiling,
+    tokenizing,
+    web_page,
+)
 from srt.entrypoints.anthropic import messages
 from srt.entrypoints.cors import Cors
 from srt.entrypoints.embeddings import embedding_routes, rerank, score
@@ -64,6 +75,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/pause_generation": {"POST": native.pause_generation},
     "/continue_generation": {"POST": native.continue_generation},
     "/abort_request": {"POST": native.abort_request},
+    **{path: {"POST": adapters.load_lora_adapter} for path in ("/load_lora_adapter", "/v1/load_lora_adapter")},
+    **{path: {"POST": adapters.unload_lora_adapter} for path in ("/unload_lora_adapter", "/v1/unload_lora_adapter")},
     **{path: {"GET": web_page.file} for path in web_page.FILES},
     "/page/stats": {"GET": web_page.stats},
     "/metrics": {"GET": metrics.metrics},

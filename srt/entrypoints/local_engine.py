@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody, load, unload
 from srt.entrypoints.answers import Generated
 from srt.entrypoints.embeddings.answer_types import Encoded, Ranked, Scores
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EncodeBody, RerankBody, ScoreBody
@@ -206,6 +207,13 @@ class LocalEngine:
 
     async def abort(self, label: str) -> int:
         return await self._service.engine().abort_label(label)
+
+    async def load_adapter(self, name: str, folder: str, pinned: bool) -> dict[str, str]:
+        body = LoadAdapterBody.parse({"lora_name": name, "lora_path": folder, "pinned": pinned})
+        return (await load(body, self._service))["loaded_adapters"]
+
+    async def unload_adapter(self, name: str) -> dict[str, str]:
+        return unload(UnloadAdapterBody.parse({"lora_name": name}), self._service)["loaded_adapters"]
 
     async def server_info(self) -> dict[str, Any]:
         return await server_facts(self._service)

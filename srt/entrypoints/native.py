@@ -37,10 +37,6 @@ UNSUPPORTED = {
     "/set_internal_state": "cannot change its options while running: restart it with other options",
     "/slow_down": "cannot be slowed down: /pause_generation stops it for a while",
     **dict.fromkeys(
-        ("/load_lora_adapter", "/unload_lora_adapter"),
-        "supports no LoRA adapters: merge the adapter into the checkpoint, and serve that",
-    ),
-    **dict.fromkeys(
         (
             "/update_weights_from_disk",
             "/init_weights_update_group",

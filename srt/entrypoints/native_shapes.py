@@ -20,6 +20,8 @@ from srt.entrypoints.answers import (
     Times,
 )
 from srt.entrypoints.request_schema import (
+    ADAPTER_NAME,
+    ADAPTER_TEXT,
     LABEL,
     NAME,
     NOT_EMPTY,
@@ -69,6 +71,7 @@ class GenerateBody(RequestBody):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = described(
         "Parameters of sampling and of the output's end. Absent ones have the model's defaults.", {}
     )
+    lora_path: str | list[str | None] | None = described(ADAPTER_TEXT, string=ADAPTER_NAME)
     stream: bool = described("Send the output as server-sent events, as it is generated.", False)
     rid: str | list[str] | None = described(
         "A name for the request, for /abort_request. In a batch, prompt i of `x` is named `x_i`.",
@@ -134,6 +137,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
     token_ids = _per_prompt_ids(given.token_ids_logprob, count, is_batch)
     salts = _per_prompt("cache_salt", given.cache_salt, count, is_batch)
     keys = _per_prompt("extra_key", given.extra_key, count, is_batch)
+    adapters = _per_prompt("lora_path", given.lora_path or None, count, is_batch)
     priorities = _per_prompt("priority", given.priority, count, is_batch)
     inputs = [
         GenerateInput(
@@ -144,6 +148,7 @@ def parse_generate(body: object, sampling_params: SamplingParamsOf) -> NativeCal
             logprobs=_logprob_request(wants_logprob[i], starts[i], tops[i], token_ids[i]),
             cache_salt=cache_namespace(salts[i], keys[i]),
             priority=priorities[i],
+            adapter=adapters[i] or None,
             replica=routed_replica(given.routed_dp_rank, given.data_parallel_rank),
             stream=given.stream,
             is_logged=not given.no_logs,

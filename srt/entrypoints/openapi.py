@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from srt.entrypoints import answers, health, metrics, native, operations, parsing, profiling, tokenizing, web_page
+from srt.entrypoints import (
+    adapters,
+    answers,
+    health,
+    metrics,
+    native,
+    operations,
+    parsing,
+    profiling,
+    tokenizing,
+    web_page,
+)
 from srt.entrypoints.answer_schemas import answer_schema
 from srt.entrypoints.anthropic import messages
 from srt.entrypoints.anthropic.answers import AnthropicError, Message, MessageEvent, TokenCount
@@ -190,6 +201,12 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         metrics.metrics: Operation("Operation", content=metrics.CONTENT_TYPE.decode(), errors=()),
         operations.configure_logging: Operation("Operation", _OBJECT, body=operations.LoggingBody, errors=_BODY),
+        adapters.load_lora_adapter: Operation(
+            "Adapters", answers.LoadedAdapters, body=adapters.LoadAdapterBody, errors=(*_BODY, 501, 503)
+        ),
+        adapters.unload_lora_adapter: Operation(
+            "Adapters", answers.LoadedAdapters, body=adapters.UnloadAdapterBody, errors=(*_BODY, 501, 503)
+        ),
         operations.freeze_gc: Operation("Operation", content=PLAIN, body=operations.NoBody, errors=_BODY),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),
         profiling.stop_profile: Operation("Operation", _OBJECT, errors=(400, 500, 503)),
@@ -267,8 +284,9 @@ def _refused(routes: Routes, service: Service) -> dict[str, Any]:
 
 
 def _values(service: Service) -> dict[str, dict[str, Any]]:
-    names = list(dict.fromkeys((*service.args.model_names(), DEFAULT_MODEL)))
-    known: dict[str, dict[str, Any]] = {"model-name": {"enum": names}}
+    adapters = models.adapter_names(service)
+    names = list(dict.fromkeys((*service.args.model_names(), DEFAULT_MODEL, *adapters)))
+    known: dict[str, dict[str, Any]] = {"model-name": {"enum": names}, "adapter-name": {"enum": ["", *adapters]}}
     if service.is_ready:
         engine = service.engine()
         known["token-id"] = {"maximum": engine.model.vocab_size - 1}

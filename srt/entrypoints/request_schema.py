@@ -37,6 +37,8 @@ def _end_lists_at_the_first_error(schema: Any) -> None:
 LEAF = "x-leaf"
 TOKEN_ID: Mapping[str, Any] = MappingProxyType({"minimum": 0, "format": "token-id"})
 MODEL_NAME: Mapping[str, Any] = MappingProxyType({"format": "model-name"})
+ADAPTER_NAME: Mapping[str, Any] = MappingProxyType({"format": "adapter-name", "maxLength": MAX_LABEL_CHARS})
+ADAPTER_TEXT = "The name of a LoRA adapter (/v1/models); none if it is empty."
 LABEL: Mapping[str, Any] = MappingProxyType({"maxLength": MAX_LABEL_CHARS})
 NAME: Mapping[str, Any] = MappingProxyType({"minLength": 1, "maxLength": MAX_LABEL_CHARS})
 PRIORITY: Mapping[str, Any] = MappingProxyType(

@@ -10,6 +10,7 @@ OPEN_TO_ALL = frozenset(("/health", "/ping", "/ready", "/health_generate", *web_
 ADMIN = frozenset(
     (
         *("/flush_cache", "/pause_generation", "/continue_generation", "/abort_request"),
+        *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         *("/configure_logging", "/freeze_gc", "/start_profile", "/stop_profile"),
     )
 )

@@ -266,6 +266,14 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "continue": {
         "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)}, "torch_empty_cache": {"sglang": (True,)},
     },
+    "load_lora_adapter": {
+        "http_worker_ipc": {"sglang": (None,)}, "lora_id": {"sglang": (None,)}, "lora_name": {"sglang": (), "vllm": ()},
+        "lora_path": {"sglang": (), "vllm": ()}, "pinned": {"sglang": (False,)}, "rid": {"sglang": (None,)},
+    },
+    "unload_lora_adapter": {
+        "http_worker_ipc": {"sglang": (None,)}, "lora_id": {"sglang": (None,)}, "lora_int_id": {"vllm": (None,)},
+        "lora_name": {"sglang": (), "vllm": ()}, "rid": {"sglang": (None,)},
+    },
     "freeze_gc": {
         "gc_threshold": {"sglang": (None,)}, "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)},
     },

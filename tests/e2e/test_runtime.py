@@ -197,8 +197,7 @@ def test_a_prefix_can_be_cached_ahead(runtime: srt.Runtime) -> None:
     ("name", "reason"),
     [
         ("async_encode", "to_thread"),
-        ("load_lora_adapter", "no LoRA"),
-        ("load_lora_adapter_async", "no LoRA"),
+        ("load_lora_adapter_async", "to_thread"),
         ("add_request", "async_generate"),
         ("collective_rpc", "nothing but its own steps"),
         ("endpoint", "no language"),

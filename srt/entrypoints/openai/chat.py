@@ -23,7 +23,7 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.openai.answer_form import answer_constraint
 from srt.entrypoints.openai.message_parts import MessageParts, OutputForm
 from srt.entrypoints.openai.messages import plain_messages
-from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.openai.models import find_model
 from srt.entrypoints.openai.parts import ChatLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
@@ -80,9 +80,10 @@ def parse_call(given: object, service: Service, prefix: str) -> ChatCall:
     """Return the call that a body of a chat asks for; raise RequestError for a wrong one. A random id begins with `prefix`."""
     refuse_agent_fields(given, has_tools=True)
     body = ChatBody.parse(given)
-    identity = Identity.new(prefix, body, check_model(body.model, service))
+    model, adapter = find_model(body.model, body.lora_path, service)
+    identity = Identity.new(prefix, body, model)
     request, form = parse_input(body, identity, service.engine())
-    return ChatCall(body, identity, request, form)
+    return ChatCall(body, identity, dataclasses.replace(request, adapter=adapter), form)
 
 
 def parse_input(

@@ -10,7 +10,7 @@ from typing import Any
 from srt.entrypoints.answers import Completion, CompletionChoice, CompletionTextChunk, PromptFields
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.native_shapes import MAX_BATCH, check_num_choices
-from srt.entrypoints.openai.models import check_model
+from srt.entrypoints.openai.models import find_model
 from srt.entrypoints.openai.parts import CompletionLogprobs, Identity, Usage, finish_fields, last_chunks
 from srt.entrypoints.openai.prompt_facts import PromptFacts
 from srt.entrypoints.openai.refusals import refuse_agent_fields
@@ -29,10 +29,10 @@ async def complete(exchange: Exchange, service: Service) -> None:
     given = await exchange.read_json()
     refuse_agent_fields(given)
     body = CompletionBody.parse(given)
-    model = check_model(body.model, service)
+    model, adapter = find_model(body.model, body.lora_path, service)
     engine = service.engine()
     identity = Identity.new("cmpl-", body, model)
-    inputs = parse_inputs(body, identity, engine)
+    inputs = [dataclasses.replace(one, adapter=adapter) for one in parse_inputs(body, identity, engine)]
     usage = Usage(body)
     try:
         if body.echo and body.truncate_prompt_tokens is not None:

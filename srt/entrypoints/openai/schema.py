@@ -12,6 +12,8 @@ from srt.constrained.constraint import Constraint, read_constraint
 from srt.entrypoints.openai.messages import MAX_MESSAGES, MESSAGE_SCHEMA
 from srt.entrypoints.openai.tools import TOOL_SCHEMA
 from srt.entrypoints.request_schema import (
+    ADAPTER_NAME,
+    ADAPTER_TEXT,
     LABEL,
     MODEL_NAME,
     NAME,
@@ -85,8 +87,10 @@ class OpenAIBody(RequestBody):
     SAMPLING: ClassVar[Mapping[str, str]] = SAMPLING_NAMES
 
     model: str | None = described(
-        "One of the server's model names (/v1/models); its first one if absent or `default`.", string=MODEL_NAME
+        "One of the server's model names (/v1/models), LoRA adapters' included; its first one if absent or `default`.",
+        string=MODEL_NAME,
     )
+    lora_path: str | None = described(ADAPTER_TEXT, string=ADAPTER_NAME)
     stream: bool = described("Send the output as server-sent events, as it is generated.", False)
     stream_options: StreamOptions | None = described("Options of a stream. Needs stream.")
     temperature: float | None = None

@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from srt.lora.adapter_files import AdapterLimits, read_adapter
 from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
@@ -60,6 +61,7 @@ def check_and_listen(args: ServerArgs, *, http: bool) -> ServerPlan:
             args = replace(args, port=listener.getsockname()[1])
         folder = check_model(args)
         args = with_draft_model(with_model_defaults(with_device_defaults(args), folder), folder)
+        args = with_adapters(args, folder)
         return ServerPlan(args, folder, listener)
     except BaseException:
         if listener:
@@ -277,6 +279,28 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
         raise StartError(f"{option} has layers with windows and without: choose a model whose layers are alike.")
     check_memory(draft_folder, draft, draft_model_args(args))
     return args
+
+
+def with_adapters(args: ServerArgs, folder: Path) -> ServerArgs:
+    """Return the options with whole paths of the LoRA adapters. StartError or ModelError if the server cannot serve one."""
+    if not args.serves_adapters:
+        return args
+    config = ModelConfig.served_from(folder, args)
+    if not runs_on_cpu(args):
+        raise StartError("--enable-lora works on a CPU only: leave it out, or serve with --device cpu.")
+    if config.pooling is not None or config.implementation == "transformers":
+        raise StartError(
+            f"--enable-lora is not supported for {config.architecture} as it is served here: leave it out."
+        )
+    limits = AdapterLimits.of(args, config)
+    assert limits is not None
+    paths = {name: Path(given).expanduser().absolute() for name, given in args.adapter_paths().items()}
+    for name, path in paths.items():
+        try:
+            read_adapter(path, limits)
+        except ModelError as error:
+            raise StartError(f"--lora-paths {name}: {error}") from error
+    return replace(args, lora_paths=tuple(f"{name}={path}" for name, path in paths.items()))
 
 
 def check_sampling_defaults(config: ModelConfig) -> None:

@@ -49,6 +49,7 @@ class GenerateInput:
     rid: str | None = None  # the client's name for the request; None: a random one
     logprobs: LogprobRequest = field(default_factory=LogprobRequest)
     cache_salt: str = ""
+    adapter: str | None = None  # name of a LoRA adapter
     priority: int = 0  # higher runs first, if the server schedules by priority
     is_logged: bool = True  # False: not logged even if requests are
     is_counted: bool = True  # in /metrics

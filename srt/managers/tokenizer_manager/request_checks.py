@@ -42,6 +42,7 @@ def check_form(request: GenerateInput) -> None:
         if not request.rid:
             raise bad("rid", "must not be empty")
     check_label("cache_salt", request.cache_salt)
+    check_label("lora_path", request.adapter or "")
     if type(request.priority) is not int or abs(request.priority) > MAX_PRIORITY:
         raise bad(
             "priority", f"must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {show(request.priority)}"

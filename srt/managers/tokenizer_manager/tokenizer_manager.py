@@ -18,6 +18,8 @@ from msgspec.structs import astuple
 from srt.constrained.compiler import Compiler, CompilerBusy
 from srt.constrained.constraint import Constraint
 from srt.constrained.resource import resource_of
+from srt.lora.adapter_names import AdapterNames, open_names
+from srt.lora.resource import with_adapter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.managers.tokenizer_manager.api_types import EngineDied, GenerateInput, RequestError
@@ -90,6 +92,7 @@ class TokenizerManager:
         watch: RequestWatch | None = None,
         compiler: Compiler | None = None,
         router: ReplicaRouter | None = None,
+        adapters: AdapterNames | None = None,
     ) -> None:
         """Link to the schedulers of all replicas. Programs use `TokenizerManager.connect` instead.
 
@@ -97,10 +100,12 @@ class TokenizerManager:
         generations: the present generation of each replica.
         max_held: number of requests that may wait while there is no scheduler.
         compiler: None refuses constraints.
+        adapters: None refuses LoRA adapters.
         """
         self.model = model
         self.text = TextCodec(tokenizer, template, context_length=model.context_length, vocab_size=model.vocab_size)
         self._watch = watch or RequestWatch()
+        self.adapters = adapters
         self._compiler = compiler
         self._compiler_start: asyncio.Task[None] | None = None
         self._new_seed = new_seed
@@ -131,6 +136,7 @@ class TokenizerManager:
         """Load tokenizer and model facts, connect and say hello; raise StartError for what the user must change."""
         tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
         model = await asyncio.to_thread(read_model_facts, model_folder, args, template)
+        adapters = await asyncio.to_thread(open_names, run_dir, model_folder, args)
 
         process = secrets.token_hex(8)
 
@@ -146,6 +152,7 @@ class TokenizerManager:
             generations=generations,
             router=ReplicaRouter(args.load_balance_method, has_prefix_cache=not args.disable_radix_cache),
             max_held=args.max_queued_requests,
+            adapters=adapters,
             compiler=None
             if args.grammar_backend == "none"
             else Compiler(args.tokenizer_path or model_folder, model.vocab_size, model.eos_ids),
@@ -331,6 +338,7 @@ class TokenizerManager:
         seed = request.params.sampling_seed if request.params.sampling_seed is not None else self._new_seed()
         prompt_ids = await self._prompt_ids(request)
         resource = None if request.params.constraint is None else await self._grammar(request.params.constraint)
+        adapter = None if request.adapter is None else self._adapter(request.adapter)
         is_aborted = self._labels_on_the_way.pop(label)
         self._check_alive()  # the engine may have died in the meantime
         if not self.is_ready:
@@ -347,6 +355,7 @@ class TokenizerManager:
             forbidden_ids=self.text.forbidden_ids(request.params.bad_words),
             resource=resource,
         )
+        message = message if self.adapters is None else with_adapter(message, adapter)
         self._num_requests += 1
         live = self._live_request(message, request, arrived_s, tokenized_s)
         if is_aborted:
@@ -391,6 +400,15 @@ class TokenizerManager:
         except CompilerBusy as error:
             self._check_alive()  # the compiler ends before the engine's last requests do
             raise RequestError(503, str(error), retry_after_s=_RETRY_AFTER_S) from error
+
+    def _adapter(self, name: str) -> Resource:
+        """Return what workers need for a LoRA adapter; raise RequestError if there is none of this name."""
+        if self.adapters is None:
+            raise bad("lora_path", "names a LoRA adapter, but the server has none: start it with --enable-lora")
+        found = self.adapters.find(name)
+        if found is None:
+            raise bad("lora_path", f"{name[:200]!r} is not the name of an adapter (/v1/models lists them)")
+        return found
 
     async def tokenized(self, request: GenerateInput) -> GenerateInput:
         """Return the request with its token ids in place of its text. Raises RequestError as `submit` does."""

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from srt.entrypoints.app import App
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import joined
+from srt.lora.adapter_names import AdapterNames
 from srt.managers.tokenizer_manager.api_types import (
     ChoiceTimes,
     ChoiceUpdate,
@@ -120,6 +121,7 @@ class FakeEngine:
         self.has_submitted = asyncio.Event()
         self.broken = asyncio.Event()
         self.death = ""
+        self.adapters: AdapterNames | None = None
         self.is_closed = False
         self.aborted_labels: list[str] = []
         self.num_flushes_refused = 0

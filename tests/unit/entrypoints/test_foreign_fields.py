@@ -9,6 +9,7 @@ import jsonschema_rs
 import pytest
 
 from scripts import document_api
+from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EmbeddingsBody, RerankBody, ScoreBody
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
@@ -41,6 +42,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (PauseBody, {}),
     (ContinueBody, {}),
     (NoBody, {}),
+    (LoadAdapterBody, {"lora_name": "a", "lora_path": "b"}),
+    (UnloadAdapterBody, {"lora_name": "a"}),
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),
     (DetokenizeBody, {"tokens": [1]}),
@@ -205,7 +208,7 @@ def test_numbers_are_compared_as_json_has_them(name: str, value: Any) -> None:
     ("body", "name", "value"),
     [
         (ChatBody, "vllm_xargs", {"x": None}),
-        (GenerateBody, "lora_path", [None, None]),
+        (GenerateBody, "video_data", [None, None]),
         (GenerateBody, "image_data", [None]),
     ],
 )

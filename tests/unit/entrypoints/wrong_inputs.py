@@ -89,6 +89,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "prompt_logprobs": [-1, 1000],
     "priority": [1 << 63, -HUGE],
     "cache_salt": ["x" * 1000],
+    "lora_path": ["x" * 1000],
     "extra_key": ["x" * 1000],
     "text": [
         *["", [], [""], "word " * 5000],

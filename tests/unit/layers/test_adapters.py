@@ -72,7 +72,9 @@ def load(runner: ModelRunner, root: Path, name: str) -> None:
     runner.loaded.adapters.load(name, AdapterContent(str(root / name), content_hash(root / name)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("phi3", "gemma2"))]
+)
 def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, tmp_path: Path, family: str) -> None:
     folder = checkpoint(family, tied=False)
     cases = cases_of(folder, tmp_path, 4)
@@ -85,7 +87,10 @@ def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, 
         assert len({job.adapter for job in jobs if job.cached >= 30}) > 1
 
 
-@pytest.mark.parametrize(("family", "size"), [("qwen3", 2), ("phi3", 2), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("phi3", 2), pytest.param("qwen3", 2, marks=pytest.mark.full), pytest.param("llama", 4, marks=pytest.mark.full)],
+)
 def test_ranks_give_the_same_tokens(checkpoint: CheckpointFactory, tmp_path: Path, family: str, size: int) -> None:
     """With 4 ranks, pairs of them hold the same key and value heads."""
     folder = checkpoint(family, tied=False)
