@@ -17,7 +17,7 @@ from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.protocol.messages import Int32Array
 
-RING: Final = 8  # number of stores whose ids are kept
+RING: Final = 8  # least number of stores whose ids are kept
 LOOKS: Final = 256  # polls without a result after which the device is asked for its state
 TAG_BITS: Final = 32
 
@@ -29,7 +29,7 @@ run because it is only captured in a graph or precompiled."""
 class DrawStore:
     """Launches stores of draws and reads their ids. The device numbers the stores that it runs, the host those that it launches, from 1 on.
 
-    Entry `number % RING` of `words` [RING, max_rows] int64 holds `number << 32 | id` for each row of that store. A word is written in one
+    Entry `number % ring` of `words` [ring, max_rows] int64 holds `number << 32 | id` for each row of that store. A word is written in one
     piece, so an id has arrived when its word contains the expected number.
 
     Both counts must agree. `store` and `replay` are the only ways to launch a store, and both count it: also in warm-ups, for padding, and
@@ -46,6 +46,7 @@ class DrawStore:
         self.is_idle = is_idle
         self.last = last
         self._words = words
+        self._ring = len(words)  # number of stores whose ids are kept
         self._launch = launch
         # [rows, 2] int32 each: the halves of the little-endian words, which are the id and the number's low half.
         self._entries = list(words.numpy().view(np.int32).reshape(*words.shape, 2))
@@ -54,9 +55,8 @@ class DrawStore:
     @classmethod
     def allocate(cls, device: torch.device, max_rows: int, window: int) -> DrawStore:
         """Create a store for steps on the current stream, at most `window` of them in flight."""
-        assert window < RING, f"a window of {window} steps is too large: the ids of only {RING} stores are kept"
         is_cuda = device.type == "cuda"
-        words = torch.zeros((RING, max_rows), dtype=torch.int64, pin_memory=is_cuda)
+        words = torch.zeros((max(RING, window + 1), max_rows), dtype=torch.int64, pin_memory=is_cuda)
         last = torch.zeros(1, dtype=torch.int64, device=device)
         if not is_cuda:
             compiled = row_operations()
@@ -82,8 +82,8 @@ class DrawStore:
         return self._number + 1
 
     def has_run(self, number: int) -> bool:
-        """Return whether the device has run this store, which must be among the last RING launched; True for numbers below 1."""
-        return number < 1 or self._entries[number % RING].item(1) == _tag(number)
+        """Return whether the device has run this store, which must be among the last `ring` launched; True for numbers below 1."""
+        return number < 1 or self._entries[number % self._ring].item(1) == _tag(number)
 
     def latest(self, num_rows: int) -> StepIds:
         """Return the ids of the first rows of the last store that was launched; zeros if none ever was."""
@@ -91,7 +91,7 @@ class DrawStore:
 
     def read(self, number: int, num_rows: int) -> Int32Array | None:
         """Return the ids of this store's first rows, -1 where the value was not finite; None until all of them have arrived."""
-        pairs, tag = self._entries[number % RING], _tag(number)
+        pairs, tag = self._entries[number % self._ring], _tag(number)
         if pairs.item(2 * num_rows - 1) != tag:  # most polls end here
             return None
         # All numbers are read before the ids. A processor does not keep so many loads in flight, so no id is older than its number. Copying
@@ -100,13 +100,15 @@ class DrawStore:
             return None
         ids = np.frombuffer(pairs[:num_rows, 0].tobytes(), np.int32)
         ahead = self._number - number
-        assert ahead < RING, f"the ids of store {number} may be overwritten: {ahead} stores were launched after it"
+        assert ahead < self._ring, (
+            f"the ids of store {number} may be overwritten: {ahead} stores were launched after it"
+        )
         return ids
 
     def _check_count(self) -> None:
         """Assert that the device has not run a store that the host did not count: its ids would be taken for those of the next store."""
         number = self._number + 1
-        tag = self._entries[number % RING].item(1)
+        tag = self._entries[number % self._ring].item(1)
         assert tag != _tag(number), f"the device has run store {number}, but only {number - 1} were launched"
 
 

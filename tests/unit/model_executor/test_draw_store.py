@@ -134,9 +134,15 @@ def test_ids_that_may_be_overwritten_are_not_read(device: LateDevice) -> None:
         step.is_ready()
 
 
-def test_more_steps_at_a_time_than_are_kept_are_refused() -> None:
-    with pytest.raises(AssertionError, match="a window of 8 steps is too large"):
-        DrawStore.allocate(torch.device("cpu"), 4, window=RING)
+def test_the_ids_of_all_steps_in_flight_are_kept() -> None:
+    window, table = RING + 3, torch.zeros((1, 64), dtype=torch.int32)
+    store = DrawStore.allocate(torch.device("cpu"), 4, window=window)
+    outputs = []
+    for number in range(window):
+        draws = Draws(torch.tensor([number]), torch.zeros(1))
+        store.store(draws, torch.tensor([0]), torch.tensor([number]), table)
+        outputs.append(store.latest(1))
+    assert [output.wait().tolist() for output in outputs] == [[number] for number in range(window)]
 
 
 def test_a_device_that_fails_is_not_looked_at_for_ever(device: LateDevice) -> None:
