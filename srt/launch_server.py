@@ -21,7 +21,7 @@ from srt.managers.process.child_process import (
     environment_of,
     spawn,
 )
-from srt.managers.process.replica_layout import children_of
+from srt.managers.process.replica_layout import children_of, layouts_of
 from srt.managers.supervisor.preflight import ServerPlan, check_and_listen
 from srt.managers.supervisor.run_dir import RunDir
 from srt.managers.supervisor.signal_pipe import SignalPipe
@@ -119,13 +119,13 @@ def serve(
 
 def all_children(plan: ServerPlan) -> list[ChildKey]:
     """List all processes that the supervisor starts for this plan."""
-    return children_of(plan.num_http_frontends, plan.args.tp_size, plan.args.dp_size)
+    return children_of(plan.num_http_frontends, plan.args.tp_size, plan.args.dp_size, plan.args.pp_size)
 
 
 def spawner(plan: ServerPlan, modules: Mapping[str, str]) -> Callable[[ChildKey], ChildProcess]:
     """Return the function that starts a child, at first or as a replacement."""
     num_processes = len(all_children(plan)) + 1
-    num_workers = plan.args.tp_size * plan.args.dp_size
+    num_workers = sum(layout.num_ranks for layout in layouts_of(plan.args))
     cores = usable_cores()
 
     def start(key: ChildKey) -> ChildProcess:

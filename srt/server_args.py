@@ -15,6 +15,7 @@ from srt.utils.deterministic import option_obstacle
 from srt.utils.lora_options import LORA, LoraOptions
 from srt.utils.option import ArgumentError as ArgumentError
 from srt.utils.option import option
+from srt.utils.pipeline_stage import rank_obstacle
 from srt.utils.quantization import QUANTIZATIONS
 from srt.utils.speculation import DEFAULT_DRAFT_TOKENS, SPECULATIVE_ALGORITHMS, speculation_obstacle
 from srt.version import __version__
@@ -232,6 +233,10 @@ class ServerArgs(LoraOptions):
         group=DEVICE,
         aliases=("--dp", "--data-parallel-size"),
     )
+    pp_size: int = option(
+        1, "stages that divide the layers (on a CPU only)", group=DEVICE, aliases=("--pp", "--pipeline-parallel-size")
+    )
+    pp_layer_partition: tuple[int, ...] = option((), "numbers of layers of the stages (default: even)", group=DEVICE)
     load_balance_method: str = option(
         "auto",
         "replica for a request; auto: one that has its prefix, else the one with fewer requests; round_robin: in turn;"
@@ -342,6 +347,7 @@ class ServerArgs(LoraOptions):
             "page_size",
             "tp_size",
             "dp_size",
+            "pp_size",
             "torch_compile_max_bs",
             "dist_timeout",
         ):
@@ -360,8 +366,6 @@ class ServerArgs(LoraOptions):
             raise ArgumentError(f"--log-requests-level must lie between 0 and 3, not {self.log_requests_level}.")
         if self.piecewise_cuda_graph_max_tokens is not None:
             self._at_least("piecewise_cuda_graph_max_tokens", 0)
-        if self.enable_torch_compile and self.tp_size > 1:
-            raise ArgumentError(f"--enable-torch-compile works on one GPU only, not with --tp {self.tp_size}.")
         if any(not 1 <= size <= MOST for size in self.cuda_graph_bs):
             raise ArgumentError(f"--cuda-graph-bs takes numbers of at least 1, not {min(self.cuda_graph_bs)}.")
         for name in ("max_running_requests", "cuda_graph_max_bs"):
@@ -387,11 +391,11 @@ class ServerArgs(LoraOptions):
                 raise ArgumentError(f"--{name.replace('_', '-')} must be positive, not {value}.")
         if not self.watchdog_timeout > 0:
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
-        self._check_speculation()
+        self._check_capabilities()
         self.check_adapters(self)
         self.model_overrides()
 
-    def _check_speculation(self) -> None:
+    def _check_capabilities(self) -> None:
         for name, least in (
             ("speculative_num_steps", 1),
             ("speculative_num_draft_tokens", 2),
@@ -407,7 +411,8 @@ class ServerArgs(LoraOptions):
             self.speculative_ngram_min_match_window_size,
             self.speculative_ngram_max_match_window_size,
         )
-        if (obstacle := obstacle or option_obstacle(dataclasses.asdict(self))) is not None:
+        values = dataclasses.asdict(self)
+        if (obstacle := obstacle or rank_obstacle(values) or option_obstacle(values)) is not None:
             raise ArgumentError(obstacle)
 
     def _check_http(self) -> None:
@@ -488,15 +493,13 @@ class ServerArgs(LoraOptions):
 
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
-    "pp_size attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode"
-    " skip_tokenizer_init trust_remote_code allow_auto_truncate"
-    " max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
+    "attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
+    " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend enable_memory_saver"
     " speculative_eagle_topk max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()
 )
-
 
 _MAX_SHOWN_CHOICES = 6  # in the help; a wrong value is answered with all of them
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
@@ -579,7 +582,7 @@ def _add_option(group: Any, f: dataclasses.Field[Any], hint: Any) -> None:
     if hint is bool:
         group.add_argument(*names, action="store_true", **common)
     elif typing.get_origin(hint) is tuple:
-        kind, metavar = (int, "ROWS") if int in typing.get_args(hint) else (str, "NAME")
+        kind, metavar = (int, "N") if int in typing.get_args(hint) else (str, "NAME")
         group.add_argument(*names, nargs="+", type=kind, metavar=metavar, **common)
     else:
         kind = next((t for t in typing.get_args(hint) if t is not type(None)), hint)

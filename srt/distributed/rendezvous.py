@@ -1,4 +1,4 @@
-"""Connect the ranks of a tensor-parallel group when a worker starts."""
+"""Connect the ranks that share layers, and the stages of a pipeline, when a worker starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from srt.distributed.parallel_state import Group, TensorParallel
+from srt.distributed.pipeline import Pipeline, StageGroup
 
 if TYPE_CHECKING:
     from srt.distributed.peer_memory import PeerMemory
@@ -40,6 +41,20 @@ def init_tensor_parallel(
     if device.type != "cuda" or not maps_peers:
         return tp
     return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s))
+
+
+def init_pipeline(stage: int, num_stages: int, rendezvous_file: str, timeout_s: float, most_in_flight: int) -> Pipeline:
+    """Meet the other stages, over gloo, at `rendezvous_file`, a path that they share and that no earlier group has used.
+
+    A message whose peer does not arrive fails after `timeout_s`. Plans in flight are at most `most_in_flight`.
+    """
+    if num_stages == 1:
+        return Pipeline(0, 1, None, most_in_flight)
+    store = dist.FileStore(rendezvous_file, num_stages)  # type: ignore[attr-defined]  # missing in torch's own stubs
+    group = _open_group(store, stage, num_stages, "gloo", timedelta(seconds=timeout_s))
+    pipeline = Pipeline(stage, num_stages, cast("StageGroup", group), most_in_flight)
+    pipeline.min_int(stage)  # connects now, so that a missing stage is found at start-up
+    return pipeline
 
 
 def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:

@@ -151,7 +151,7 @@ async def server_facts(service: Service, deep: bool = False) -> dict[str, Any]:
             **args,
             **limits,
             **({"dp_rank": replica} if service.args.dp_size > 1 else {}),
-            "world_size": service.args.tp_size,
+            "world_size": ReplicaLayout.of(service.args).num_ranks,
             "effective_max_running_requests_per_dp": reply.values.get("num_slots"),
             "last_gen_throughput": numbers.get(replica, {}).get("last_gen_throughput", 0.0),
             "memory_usage": _memory_usage(startup, str(ReplicaLayout.of(service.args, replica).workers[0])),

@@ -198,9 +198,13 @@ class MHATokenToKVPool:
         groups: Sequence[int] | None = None,
         window_pages: Sequence[int] = (),
     ) -> None:
-        """`heads` and `groups` have an entry for each layer; the default is one group. `num_pages` are those of the first group."""
+        """`heads` and `groups` have an entry for each layer; the default is one group. `num_pages` are those of the first group.
+
+        A layer without heads has no memory here: another stage of a pipeline runs it.
+        """
         self.num_pages = num_pages
         self.group_of = [0] * len(heads) if groups is None else list(groups)  # by layer
+        self.num_heads = max(one.num_heads for one in heads)  # of the layers that have memory here, which are alike
         self.page_size = page_size
         self.dtype = dtype
         self.k_scales, self.v_scales = scales or ([1.0] * len(heads), [1.0] * len(heads))
@@ -284,6 +288,6 @@ def _store(buffer: torch.Tensor, locations: torch.Tensor, rows: torch.Tensor, sc
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros. On a CPU the kernel creates the pages at first use, because writing gigabytes at the start takes seconds."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

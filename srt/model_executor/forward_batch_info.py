@@ -92,6 +92,15 @@ class ForwardBatch:
     output_tokens: torch.Tensor | None = None
     """[N] int64: indices of the tokens whose hidden states are needed. The last layer drops the others after its attention. None: all."""
 
+    stage_input: torch.Tensor | None = None
+    """[T, hidden size]: the hidden states from the stage before; None in the first stage. The residual is already added to them."""
+
+    @property
+    def received(self) -> torch.Tensor:
+        """The hidden states from the stage before, in a stage that has one before it."""
+        assert self.stage_input is not None, "the stage before has sent nothing"
+        return self.stage_input
+
     def locations_of(self, layer_id: int) -> torch.Tensor:
         """Return the flat KV location of each token in the layer's memory."""
         group = self.token_to_kv_pool.group_of[layer_id]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.pipeline import Pipeline
 from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
 from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
@@ -34,6 +36,7 @@ from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.layer_spec import AttentionKind, LatentAttention, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
+from srt.utils.pipeline_stage import Stage, stages_of
 
 logger = logging.getLogger(__name__)
 NO_ATTENTION = SelfAttention(0, 1, 1, 1.0, None)
@@ -49,6 +52,8 @@ class LoadedModel:
     args: ServerArgs
     config: ModelConfig
     tp: TensorParallel
+    pipeline: Pipeline
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -76,8 +81,9 @@ class LoadedModel:
 
     @property
     def kv_heads(self) -> list[KVHeads]:
-        """The KV heads of each layer on this rank."""
-        return [_kv_heads(layer.attention, self.tp.size) for layer in self.config.layers]
+        """The KV heads of each layer on this rank: none for the layers of other stages."""
+        heads = [_kv_heads(layer.attention, self.tp.size) for layer in self.config.layers]
+        return [one if n in self.stage.layers else KVHeads(0, one.head_dim) for n, one in enumerate(heads)]
 
     @property
     def pool_type(self) -> type[MHATokenToKVPool]:
@@ -110,8 +116,13 @@ def load_model(
     tp: TensorParallel,
     device: torch.device,
     report_weights: Progress = lambda done, total: None,
+    pipeline: Pipeline | None = None,
 ) -> LoadedModel:
-    """Load this rank's weights and report bytes done and in total. StartError, before any is read, if attention cannot serve the model."""
+    """Load this rank's weights and report bytes done and in total. StartError, before any is read, if attention cannot serve the model.
+
+    With a `pipeline` of several stages, these are the weights of its stage.
+    """
+    pipeline = pipeline or Pipeline(0, 1, None, args.window)
     torch.set_float32_matmul_precision("highest")  # float32 never becomes TF32, whatever the environment says
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
@@ -122,32 +133,27 @@ def load_model(
     elif config.implementation == "transformers":
         library = LibraryCausalLM.build(config, folder, args.model_overrides(), tp, dtype, device)
         config = library.config
+    stage = _stage_of(args, config, pipeline)
     with memory.region("buffers"):
         spec = _attention_spec(args, config, tp, dtype, kv_dtype)
         attention, attn_backend = init_attention_backend(args, spec, device)
         staging = Staging(device, args.window)
-        draw_store = DrawStore.allocate(device, args.max_running_requests, args.window)
+        draw_store = DrawStore.allocate(device, args.max_running_requests, args.window + stage.num_stages - 1)
     # Each rank finds out by itself whether its kernels run, but all ranks must capture the same graphs.
     captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
-        model = get_model_loader(LoadConfig(load_format=args.load_format)).load_model(  # type: ignore[arg-type]
-            config,
-            folder,
-            tp,
-            dtype,
-            device,
-            report_weights,
-            check_size=lambda num_bytes: check_weights(num_bytes, device),
-            model=library,
-            ops=_chosen_ops(args),
-        )
+        loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
+        fits, ops = partial(check_weights, device=device), _chosen_ops(args)
+        model = loader.load_model(config, folder, tp, dtype, device, report_weights, fits, library, ops, stage)
     if library is not None:
         library.check()
     return LoadedModel(
         args=args,
         config=config,
         tp=tp,
+        pipeline=pipeline,
+        stage=stage,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -174,6 +180,12 @@ def _logits_processor(args: ServerArgs, config: ModelConfig, tp: TensorParallel)
     if args.enable_deterministic_inference:
         return BatchInvariantLogitsProcessor(tp, config.vocab_size, BatchInvariantKernels.load())
     return LogitsProcessor(tp, config.vocab_size)
+
+
+def _stage_of(args: ServerArgs, config: ModelConfig, pipeline: Pipeline) -> Stage:
+    if pipeline.num_stages == 1:
+        return Stage.whole(config.num_layers)
+    return stages_of(config.num_layers, pipeline.num_stages, args.pp_layer_partition)[pipeline.stage]
 
 
 def init_attention_backend(

@@ -30,6 +30,7 @@ from srt.models.library.library_model import LibraryCausalLM
 from srt.utils.checkpoint import TensorHeader, is_copy, read_headers
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+from srt.utils.pipeline_stage import Stage
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes of weights loaded and the bytes in all, both for this rank."""
@@ -60,16 +61,19 @@ class ModelLoader(ABC):
         check_size: Callable[[int], None] = lambda num_bytes: None,
         model: LibraryCausalLM | LibraryEncoder | None = None,
         ops: LayerOps | None = None,
+        stage: Stage | None = None,
     ) -> AnyModel:
         """Return this rank's model on `device`, ready to run; ModelError names what the checkpoint lacks.
 
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
-        library, on the meta device; without it our own is built, with `ops` or else those of the device.
+        library, on the meta device; without it our own is built, with `ops` or else those of the device: all of it, or one stage.
         """
         config.check_tp(tp.size)
-        built = model or _build_ours(config, tp, ops or layer_ops(device))
+        ops = ops or layer_ops(device)
+        built = model or _build_ours(config, tp, ops, stage)
         check_size(_num_bytes(built, dtype))
-        pieces, fill = self.prepare(config, Path(folder), built)
+        whole = built if stage is None or stage.num_stages == 1 else _build_ours(config, tp, ops, None)
+        pieces, fill = self.prepare(config, Path(folder), built, whole)
         materialize(built, dtype, device)
         _clear_padding(pieces)
         fill(progress)
@@ -77,8 +81,13 @@ class ModelLoader(ABC):
         return built.eval()
 
     @abstractmethod
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
-        """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it."""
+    def prepare(
+        self, config: ModelConfig, folder: Path, model: AnyModel, whole: AnyModel
+    ) -> tuple[list[WeightPiece], Fill]:
+        """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it.
+
+        `whole` is the whole model if `model` is one stage of it, else `model` itself.
+        """
 
 
 class CheckpointLoader(ModelLoader):
@@ -87,12 +96,16 @@ class CheckpointLoader(ModelLoader):
     def __init__(self, is_safetensors_only: bool = False) -> None:
         self._is_safetensors_only = is_safetensors_only
 
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
+    def prepare(
+        self, config: ModelConfig, folder: Path, model: AnyModel, whole: AnyModel
+    ) -> tuple[list[WeightPiece], Fill]:
         headers = read_headers(folder)
         if self._is_safetensors_only and any(header.file.suffix == ".bin" for header in headers.values()):
             raise ModelError(f"{folder} has no safetensors files, which --load-format safetensors asks for: use auto.")
         pieces = model.weight_pieces(headers)
         ignored = _unused(folder, headers, model) if isinstance(model, LibraryCausalLM | LibraryEncoder) else []
+        if whole is not model:
+            ignored += [piece.name for piece in whole.weight_pieces(headers)]
         check_checkpoint(folder, config, headers, pieces, ignored)
         stored = [piece for piece in pieces if piece.name in headers]
         return pieces, lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
@@ -104,15 +117,17 @@ class DummyLoader(ModelLoader):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def prepare(self, config: ModelConfig, folder: Path, model: AnyModel) -> tuple[list[WeightPiece], Fill]:
+    def prepare(
+        self, config: ModelConfig, folder: Path, model: AnyModel, whole: AnyModel
+    ) -> tuple[list[WeightPiece], Fill]:
         pieces = model.weight_pieces(None)
         stored = [piece for piece in pieces if not piece.is_optional]
         return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
 
 
-def _build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> CausalLM:
+def _build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None) -> CausalLM:
     with torch.device("meta"):
-        return CausalLM(config, tp, ops)
+        return CausalLM(config, tp, ops, stage)
 
 
 def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM | LibraryEncoder) -> list[str]:

@@ -19,6 +19,7 @@ from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.models.decoder import Decoder
 from srt.models.plain_decoder import PlainDecoder
 from srt.utils.model_config import ModelConfig
+from srt.utils.pipeline_stage import Stage
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -30,19 +31,25 @@ PREFIX = "model."
 class CausalLM(nn.Module):
     """The model of any family. Layers that declare the fused path are built for it, others plainly."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None = None) -> None:
+        """Build the layers of a stage, or all of them. Only the last stage of a pipeline has an `lm_head`."""
         super().__init__()
+        stage = stage or Stage.whole(config.num_layers)
         self.model: Decoder | PlainDecoder
-        self.model = Decoder(config, tp, ops) if "fused" in config.fast_paths else PlainDecoder(config, tp, ops)
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        kind = Decoder if "fused" in config.fast_paths else PlainDecoder
+        self.model = kind(config, tp, ops, stage)
         labels = () if config.pooling is None else config.pooling.labels
         self._pools = config.pooling is not None
         self.score = ScoreHead(config.hidden_size, len(labels)) if labels else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
+        if stage.is_last:
+            tied = self.model.embed_tokens if config.tie_word_embeddings else None
+            self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
         use_formats(self, config.weight_formats)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.
+
+        Those of a stage before the last one are those of all tokens, for the next stage.
 
         Call it under `torch.inference_mode()`, on all ranks together.
         """

@@ -18,8 +18,10 @@ from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding
+from srt.models.stage_layers import stage_layers
 from srt.utils.layer_spec import Experts, FeedForward
 from srt.utils.model_config import ModelConfig
+from srt.utils.pipeline_stage import Stage
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -119,25 +121,35 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs."""
+    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs.
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+    A stage of a pipeline begins with the hidden states that the batch has received, and all but the last end without the norm.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self._stage = stage
+        if stage.has_embedding(config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         first = config.layers[0].self_attention  # all layers have the same rotation
         assert first.rope is not None, "layers without a rotation have no fast paths"
         self.rotary_emb = RotaryEmbedding(first.rope, first.head_dim, ops)
-        self.layers = nn.ModuleList(DecoderLayer(config, tp, ops, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm.eps, ops)
+        self.layers = stage_layers(stage, lambda layer_id: DecoderLayer(config, tp, ops, layer_id))
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.norm.eps, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
-        stream = Stream(self.embed_tokens(input_ids))
+        stream = Stream(self.embed_tokens(input_ids) if self._stage.is_first else batch.received)
         layers = cast("list[DecoderLayer]", list(self.layers))
         last = layers[-1]
         for layer, following in pairwise(layers):
             stream = layer.add(*layer.attend(stream, rotation, batch))
             stream = layer.finish(stream, following.input_layernorm)
+        if not self._stage.is_last:
+            stream = last.finish(last.add(*last.attend(stream, rotation, batch)), None)
+            assert stream.delta is not None, "without a next norm the layer's output is not added yet"
+            return stream.hidden + stream.delta
         taken = _of_tokens(batch.output_tokens, *last.attend(stream, rotation, batch))
         if not len(taken[1]):
             return taken[1]

@@ -21,8 +21,10 @@ from srt.layers.norm import ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
+from srt.models.stage_layers import stage_layers
 from srt.utils.layer_spec import Activation, Experts, FeedForward, SelfAttention
 from srt.utils.model_config import ModelConfig
+from srt.utils.pipeline_stage import Stage
 from srt.utils.rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -157,28 +159,40 @@ class PlainLayer(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs."""
+    """Maps token ids to hidden states after the final norm, for the tokens whose output the batch needs.
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps) -> None:
+    A stage of a pipeline begins with the hidden states that the batch has received, and all but the last end without the norm.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage) -> None:
         super().__init__()
+        self._stage = stage
         attentions = [layer.attention for layer in config.layers]
         ropes = list(dict.fromkeys(one.rope for one in attentions if one.rope is not None))
         self._embedding_scale: Final = config.scales.embedding
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        if stage.has_embedding(config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.rotary_embs = nn.ModuleList(RotaryEmbedding(rope, attentions[0].rope_dim, ops) for rope in ropes)
-        self.layers = nn.ModuleList(PlainLayer(config, tp, ops, i, ropes) for i in range(config.num_layers))
-        self.norm = make_norm(config.norm, config.hidden_size, ops)
+        self.layers = stage_layers(stage, lambda layer_id: PlainLayer(config, tp, ops, layer_id, ropes))
+        if stage.is_last:
+            self.norm = make_norm(config.norm, config.hidden_size, ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotations = [rope(positions) for rope in self.rotary_embs]
-        hidden = self.embed_tokens(input_ids)
-        if self._embedding_scale != 1.0:
-            hidden = hidden * _rounded(self._embedding_scale, hidden.dtype)
+        hidden = self._embed(input_ids) if self._stage.is_first else batch.received
         *layers, last = self.layers
         for layer in layers:
             hidden = layer(hidden, rotations, batch)
+        if not self._stage.is_last:
+            return last(hidden, rotations, batch)  # type: ignore[no-any-return]
         hidden = last(hidden, rotations, batch, batch.output_tokens)
         return self.norm(hidden) if len(hidden) else hidden  # type: ignore[no-any-return]
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.embed_tokens(input_ids)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * _rounded(self._embedding_scale, hidden.dtype)
+        return hidden
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

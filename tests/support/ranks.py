@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 import torch
 
 from srt.distributed.parallel_state import Group, TensorParallel
-from srt.distributed.rendezvous import init_tensor_parallel
+from srt.distributed.pipeline import Pipeline
+from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
 
 T = TypeVar("T")
 
@@ -41,3 +42,22 @@ def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T]) -> l
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
+
+
+def run_stages(num_stages: int, tp_size: int, folder: Path, work: Callable[[TensorParallel, Pipeline], T]) -> list[T]:
+    """`work` on every rank of a pipeline at the same time; the results stage by stage. `folder` holds the rendezvous."""
+    number = len(list(folder.glob("rendezvous-*")))
+
+    def one(rank: int) -> T:
+        stage, tp_rank = divmod(rank, tp_size)
+        meeting = str(folder / f"rendezvous-{number}")
+        tp = init_tensor_parallel(tp_rank, tp_size, f"{meeting}-stage-{stage}", "gloo", CPU, timeout_s=60)
+        pipeline = init_pipeline(stage, num_stages, f"{meeting}-pipeline-{tp_rank}", 60.0, 4)
+        try:
+            with torch.inference_mode():
+                return work(tp, pipeline)
+        finally:
+            tp.close()
+
+    with ThreadPoolExecutor(num_stages * tp_size) as pool:
+        return list(pool.map(one, range(num_stages * tp_size)))

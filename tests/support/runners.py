@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.pipeline import Pipeline
 from srt.model_executor.graphs.cuda_graph_runner import Capture
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.model_runner import ModelRunner
@@ -24,6 +25,7 @@ def make_runner(
     tp: TensorParallel | None = None,
     device: torch.device = CPU,
     capture: Capture | None = None,
+    pipeline: Pipeline | None = None,
     **options: Any,
 ) -> ModelRunner:
     """A runner with room for a few dozen requests; `options` are those of ServerArgs."""
@@ -32,7 +34,7 @@ def make_runner(
     config = ModelConfig.from_folder(
         folder, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
     )
-    return start_runner(args, config, str(folder), tp or single_rank(), device, capture=capture)
+    return start_runner(args, config, str(folder), tp or single_rank(), device, capture=capture, pipeline=pipeline)
 
 
 def decodes_of(runner: ModelRunner) -> DecodeRunner:

@@ -82,6 +82,16 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
             [*MODEL, "--speculative-ngram-max-match-window-size", "1"],
             "is less than --speculative-ngram-min-match-window",
         ),
+        (
+            [*MODEL, "--pp-layer-partition", "2", "2"],
+            "--pp-layer-partition has 2 numbers of layers, but --pp-size is 1",
+        ),
+        ([*MODEL, "--pp-size", "2", "--pp-layer-partition", "0", "2"], "takes numbers of at least 1, not 0"),
+        ([*MODEL, "--pp-size", "2", "--enable-torch-compile"], "works with all layers in one process only"),
+        (
+            [*MODEL, "--pp-size", "2", "--speculative-algorithm", "NGRAM"],
+            "--speculative-algorithm works with all layers",
+        ),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
         ([*MODEL, "stray"], "Unknown option stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings
@@ -109,7 +119,9 @@ def test_a_wrong_option_is_one_sentence_that_names_it(words: list[str], said: st
         ({"served_model_name": 5}, "served_model_name must be a name or a list of names"),
         ({"served_model_name": ["a", 5]}, "served_model_name must be a name or a list of names"),
         ({"no_such_thing": 1}, "Unknown option no_such_thing"),
-        ({"pp_size": 2}, "pp_size is not supported yet"),
+        ({"ep_size": 2}, "ep_size is not supported yet"),
+        ({"pp_size": 0}, "--pp-size must be at least 1, not 0"),
+        ({"pp_layer_partition": "2"}, "pp_layer_partition must be a number or a list of numbers"),
         ({"tp_size": 0}, "must be at least 1, not 0"),
     ],
     ids=str,

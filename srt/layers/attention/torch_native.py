@@ -185,7 +185,7 @@ def _kv_index(batch: ForwardBatch, window: int | None, slots: torch.Tensor, posi
 
     In this order one gather yields the layout that attention reads.
     """
-    num_heads, tables = batch.token_to_kv_pool.k_buffer[0].shape[1], batch.req_to_token_pool
+    num_heads, tables = batch.token_to_kv_pool.num_heads, batch.req_to_token_pool
     locations = tables.locations(slots, positions, tables.group_of(window))
     heads = torch.arange(num_heads, device=locations.device).view(1, num_heads, 1)
     return (locations.unsqueeze(1) * num_heads + heads).view(-1)

@@ -2,6 +2,9 @@
 
 A server has `--dp-size` replicas, each a whole copy of the model: a scheduler and one worker for each rank. All of a server's workers
 are numbered from 0, the first replica's before the second's, and so are its schedulers.
+
+A replica has `--pp-size` stages, each of `--tp-size` ranks. The ranks of the last stage come first, and those of the first stage last. So
+rank 0 is always one that draws, and the scheduler takes the results of steps from it.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ class ReplicaLayout:
 
     tp: int  # ranks that share each layer
     replica: int = 0  # its number
+    pp: int = 1  # stages, which divide the layers between them
 
     @classmethod
     def of(cls, args: ServerArgs, replica: int = 0) -> ReplicaLayout:
-        return cls(args.tp_size, replica)
+        return cls(args.tp_size, replica, args.pp_size)
 
     @property
     def num_ranks(self) -> int:
-        return self.tp
+        return self.tp * self.pp
 
     @property
     def scheduler(self) -> ChildKey:
@@ -45,6 +49,14 @@ class ReplicaLayout:
     def rank_of(self, worker: int) -> int:
         """Return the rank of the worker with this number."""
         return worker - self.replica * self.num_ranks
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank."""
+        return self.pp - 1 - rank // self.tp
+
+    def tp_rank_of(self, rank: int) -> int:
+        """Return the place of a rank among the ranks of its stage."""
+        return rank % self.tp
 
 
 def layouts_of(args: ServerArgs) -> list[ReplicaLayout]:
@@ -71,9 +83,9 @@ def previous_generation(generation: int, num_replicas: int) -> int:
     return generation - num_replicas
 
 
-def children_of(num_frontends: int, tp_size: int, dp_size: int = 1) -> list[ChildKey]:
+def children_of(num_frontends: int, tp_size: int, dp_size: int = 1, pp_size: int = 1) -> list[ChildKey]:
     """List all processes of a server but the supervisor. Workers come first: their imports take longest."""
-    layouts = [ReplicaLayout(tp_size, replica) for replica in range(dp_size)]
+    layouts = [ReplicaLayout(tp_size, replica, pp_size) for replica in range(dp_size)]
     workers = [worker for layout in layouts for worker in layout.workers]
     frontends = [ChildKey("frontend", index) for index in range(num_frontends)]
     return [*workers, *(layout.scheduler for layout in layouts), *frontends]

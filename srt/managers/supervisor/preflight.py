@@ -23,6 +23,7 @@ from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from srt.utils.page_groups import PageGroups
+from srt.utils.pipeline_stage import stages_of
 from srt.utils.quantization import QUANTIZING
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
@@ -129,6 +130,8 @@ def check_model(args: ServerArgs) -> Path:
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.served_from(folder, args)
     config.check_tp(args.tp_size)
+    if args.pp_size > 1:
+        check_pipeline(args, config)
     if config.is_encoder:
         check_encoder(args, config)
     if args.enable_torch_compile and config.pooling is not None:
@@ -160,6 +163,22 @@ def check_kv_scales(path: str, args: ServerArgs, config: ModelConfig) -> None:
         )
     if config.layers:
         read_scales_file(path, config.model_type, config.num_layers, args.tp_size)
+
+
+def check_pipeline(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError if the model cannot be divided into stages here."""
+    option = f"--pp-size {args.pp_size}"
+    if not runs_on_cpu(args):
+        raise StartError(
+            f"{option} works on a CPU only: use --tp to split the model over GPUs, or serve with --device cpu."
+        )
+    if config.pooling is not None:
+        raise StartError(f"{option} serves models that generate text, which this one does not: leave it out.")
+    if config.implementation == "transformers":
+        raise StartError(
+            f"{option} needs layers of ours, but those of the library transformers run {config.architecture}: leave it out."
+        )
+    stages_of(config.num_layers, args.pp_size, args.pp_layer_partition)
 
 
 def check_encoder(args: ServerArgs, config: ModelConfig) -> None:

@@ -22,12 +22,14 @@ from srt.managers.process.replica_layout import ReplicaLayout, previous_generati
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
 from srt.managers.tp_worker.adapters import AdapterLoader
 from srt.managers.tp_worker.constrained_rows import ConstrainedRows, GrammarLoader, SamplingRow, without_least_length
+from srt.managers.tp_worker.output_waiter import OutputWaiter
 from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
 from srt.protocol.engine_work import CaptureGraph, InspectTables, ResetTables, Work
 from srt.protocol.messages import (
+    ChildStart,
     PlanSection,
     Prepare,
     Release,
@@ -79,8 +81,12 @@ class TpWorker:
         num_ranks: int = 1,
         grammars: GrammarLoader | None = None,
         adapters: AdapterLoader | None = None,
+        draws: bool = True,
     ) -> None:
-        """Without `grammars`, requests with a grammar are refused, and without `adapters` those with an adapter."""
+        """Without `grammars`, requests with a grammar are refused, and without `adapters` those with an adapter.
+
+        `draws` is False for a stage of a pipeline that samples nothing.
+        """
         self._trace = tracer or Tracer()
         self._rank = rank
         self._is_alone = num_ranks == 1
@@ -90,8 +96,9 @@ class TpWorker:
         known: tuple[GrammarLoader | AdapterLoader | None, ...] = grammars, adapters
         loaders: dict[str, Loader] = {loader.kind: loader for loader in known if loader is not None}
         self._resources = ResourceThreads(loaders, link.wake)
-        self._constrained = None if grammars is None else ConstrainedRows(grammars)
+        self._constrained = None if grammars is None or not draws else ConstrainedRows(grammars)
         self._num_constrained_steps = 0
+        self._waiter = OutputWaiter(link.wake)
         self._in_flight: deque[_InFlight] = deque()
         self._step = -1
         self._busy_since_s: float | None = None
@@ -136,10 +143,11 @@ class TpWorker:
                 continue
             if not self._in_flight:
                 self._busy_since_s = None
+            wakes = not self._in_flight or self._in_flight[0].output.must_be_awaited
             try:
-                return self._link.next_plan(block=not self._in_flight)
+                return self._link.next_plan(block=wakes)
             except queue.Empty:
-                if self._in_flight and self.progress_age_s() > SPIN_S:
+                if self._in_flight and not wakes and self.progress_age_s() > SPIN_S:
                     time.sleep(NAP_S)
 
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
@@ -152,6 +160,8 @@ class TpWorker:
         num_decodes = 0 if len(section.extend_slots) else len(section.decode_slots)
         self._times.launched(plan.step, num_decodes, arrived_s, time.monotonic(), is_busy=bool(self._in_flight))
         self._in_flight.append(_InFlight(plan.step, output, arrived_s, constrained))
+        if output.must_be_awaited:
+            self._waiter.wait_for(output)
 
     def _run(self, section: PlanSection) -> tuple[StepOutput, list[SamplingRow]]:
         """Launch a step. Return a handle to its output, and the list of its rows that follow a grammar.
@@ -236,10 +246,12 @@ def main(child: Child) -> None:
         warm_up(runner)
     link = WorkerLink(child)
     args = child.start.args
-    rank = ReplicaLayout.of(args, child.start.replica).rank_of(child.start.index)
+    layout = ReplicaLayout.of(args, child.start.replica)
+    rank = layout.rank_of(child.start.index)
     loaded, grammars = runner.loaded, _grammar_loader(child, runner)
     adapters = None if loaded.adapters is None else AdapterLoader(loaded.adapters)
-    worker = TpWorker(rank, runner, link, args.window, child.tracer, args.tp_size, grammars, adapters)
+    draws = loaded.stage.is_last
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, layout.num_ranks, grammars, adapters, draws)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()
@@ -283,7 +295,7 @@ def load_runner(child: Child) -> ModelRunner:
     child.report_phase("imports")
     import torch
 
-    from srt.distributed.rendezvous import init_tensor_parallel
+    from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
     from srt.model_executor.loaded_model import resolve_device
     from srt.model_executor.startup.start_runner import start_runner
 
@@ -299,17 +311,18 @@ def load_runner(child: Child) -> ModelRunner:
         torch.cuda.set_device(device)
         threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
     child.report_phase("communicator")
-    rendezvous = Path(start.run_dir) / f"rendezvous-{start.generation}"
-    before = previous_generation(start.generation, args.dp_size)
-    Path(start.run_dir, f"rendezvous-{before}").unlink(missing_ok=True)
+    stage, tp_rank = layout.stage_of(rank), layout.tp_rank_of(rank)
     tp = init_tensor_parallel(
-        rank,
-        layout.num_ranks,
-        str(rendezvous),
+        tp_rank,
+        layout.tp,
+        _rendezvous(start, "" if layout.pp == 1 else f"stage-{stage}-"),
         "gloo" if device.type == "cpu" else "nccl",
         device,
         args.dist_timeout,
         maps_peers=not args.disable_custom_all_reduce,
+    )
+    pipeline = init_pipeline(
+        stage, layout.pp, _rendezvous(start, f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1
     )
     child.report_phase("weights")
     with tp.naming_lost_peer():
@@ -322,7 +335,15 @@ def load_runner(child: Child) -> ModelRunner:
             report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),
             report_phase=child.report_phase,
             num_tokens=start.num_tokens,
+            pipeline=pipeline,
         )
+
+
+def _rendezvous(start: ChildStart, group: str) -> str:
+    """Return the file at which the ranks of a group of this generation meet, and delete that of the generation before."""
+    before = previous_generation(start.generation, start.args.dp_size)
+    Path(start.run_dir, f"{group}rendezvous-{before}").unlink(missing_ok=True)
+    return str(Path(start.run_dir, f"{group}rendezvous-{start.generation}"))
 
 
 def _hash_compiler() -> None:
@@ -345,6 +366,7 @@ def hello_of(rank: int, page_size: int, runner: ModelRunner) -> WorkerHello:
         page_size=page_size,
         num_pages=state.num_pages,
         num_slots=state.num_slots,
+        num_stages=loaded.stage.num_stages,
         max_request_tokens=state.max_request_tokens,
         vocab_size=loaded.config.vocab_size,
         max_row_tokens=runner.max_row_tokens,

@@ -62,7 +62,8 @@ def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tok
     )
     kv_pool = init_kv_pool(loaded, num_pages, window_pages)
     find_threshold = BatchInvariantKernels.load().filter_threshold if args.enable_deterministic_inference else None
-    sampler = Sampler(loaded.tp, config.vocab_size, loaded.model.lm_head.shard_start, tables, find_threshold)
+    shard_start = loaded.model.lm_head.shard_start if loaded.stage.is_last else 0  # other stages draw nothing
+    sampler = Sampler(loaded.tp, config.vocab_size, shard_start, tables, find_threshold)
     return DeviceState(tables, kv_pool, sampler, max_request_tokens)
 
 
@@ -70,7 +71,7 @@ def init_kv_pool(loaded: LoadedModel, num_pages: int, window_pages: list[int]) -
     """Allocate the KV memory of a model's layers, with so many pages in the first group and in each of the others."""
     page_size, latents = loaded.args.page_size, loaded.attention_spec.latents
     if latents is not None:
-        dims = [latents.dim] * loaded.config.num_layers
+        dims = [latents.dim * heads.num_heads for heads in loaded.kv_heads]  # none for the layers of other stages
         return MLATokenToKVPool(num_pages, page_size, dims, latents.rank, loaded.kv_dtype, loaded.device)
     return MHATokenToKVPool(
         num_pages,

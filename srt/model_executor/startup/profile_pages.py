@@ -37,7 +37,7 @@ def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> list[int]:
     with loaded.memory.region("buffers"):
         other_bytes = _measure_other_bytes(loaded) if device.type == "cuda" else 0
     most_tokens = profile_max_num_token(args, device, shares, other_bytes, num_tokens)
-    num_pages = loaded.tp.min_int(most_tokens // page_size)
+    num_pages = loaded.pipeline.min_int(loaded.tp.min_int(most_tokens // page_size))
     check_pages(num_pages, args, sum(shares.bytes_per_token), other_bytes)
     longest = min(loaded.config.context_length, num_pages * page_size)
     check_tables(num_slots, longest, page_size, device, loaded.page_groups.num)

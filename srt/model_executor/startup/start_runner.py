@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.pipeline import Pipeline
 from srt.model_executor.graphs.compiled_forward import CompiledForward
 from srt.model_executor.graphs.cuda_graph_runner import Capture, GraphCapture
 from srt.model_executor.graphs.decode_runner import DecodeRunner
@@ -17,6 +18,7 @@ from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
 from srt.model_executor.memory.device_state import DeviceState, init_memory_pool
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.speculating_runner import SpeculatingRunner
+from srt.model_executor.stage_runner import build_stage_runner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
 from srt.model_executor.startup.start_drafter import start_drafter
@@ -36,13 +38,15 @@ def start_runner(
     report_phase: Callable[[str], None] = lambda name: None,
     capture: Capture | None = None,
     num_tokens: int = 0,
+    pipeline: Pipeline | None = None,
 ) -> ModelRunner:
     """Load the weights, compile kernels and allocate the KV memory.
 
     `report_weights` receives bytes done and in total, `report_phase` the name of each later phase. `capture` captures graphs; on a GPU it
     defaults to CUDA's. `num_tokens`, unless 0, is the number of tokens that the KV memory must hold, else the options decide.
+    A `pipeline` of several stages says which part of the model this is.
     """
-    loaded = load_model(args, config, folder, tp, device, report_weights)
+    loaded = load_model(args, config, folder, tp, device, report_weights, pipeline)
     kernels = GraphKernels()
     if device.type == "cuda" and not config.is_encoder:
         report_phase("kernels")
@@ -70,6 +74,8 @@ def build_runner(
         state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))
     if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
         capture = GraphCapture(device)
+    if loaded.stage.num_stages > 1:
+        return build_stage_runner(loaded, state)
     if loaded.config.pooling is not None:
         return _build_pooling_runner(loaded, state, kernels, capture)
     with loaded.memory.region("buffers"):

@@ -36,6 +36,14 @@ class SampledRows(NamedTuple):
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+def sampled_rows(sampled: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Return the counts and the ids of rows that draw one id each; -1 marks a row whose logits were not finite."""
+    if NOTHING not in sampled.tobytes():
+        return np.frombuffer(ONE * len(sampled), np.int32), sampled
+    is_missing = sampled < 0
+    return np.where(is_missing, np.int32(-1), np.int32(1)), sampled[~is_missing]
+
+
 class StepOutput:
     """The output of a step on its way to the host. Copies are enqueued at creation; `result` waits for them."""
 
@@ -50,6 +58,16 @@ class StepOutput:
             parts = [values.tensors() for values, _ in logprobs]
             self._segments = [(segments, len(part)) for (_, segments), part in zip(logprobs, parts, strict=True)]
             self._copies = _HostCopies([tensor for part in parts for tensor in part], device)
+
+    @property
+    def drawn(self) -> StepIds | None:
+        """The ids that the step has drawn, one for each row that samples; None if it draws nothing."""
+        return self._ids
+
+    @property
+    def must_be_awaited(self) -> bool:
+        """Whether `is_ready` turns true only if some thread calls `wait`."""
+        return False
 
     def is_ready(self) -> bool:
         """Return whether `result` would return at once."""
@@ -68,12 +86,7 @@ class StepOutput:
         """Wait for the step and return its draws. Must be called once only."""
         if self._ids is None:
             return SampledRows(int32_array(), int32_array(), self._logprobs(int32_array()))
-        sampled = self._ids.wait()
-        if NOTHING not in sampled.tobytes():
-            counts, ids = np.frombuffer(ONE * len(sampled), np.int32), sampled
-        else:
-            is_missing = sampled < 0
-            counts, ids = np.where(is_missing, np.int32(-1), np.int32(1)), sampled[~is_missing]
+        counts, ids = sampled_rows(self._ids.wait())
         return SampledRows(counts, ids, self._logprobs(counts))
 
     def _logprobs(self, counts: Int32Array) -> list[RowLogprobs]:

@@ -26,7 +26,8 @@ class StepSampler:
     """Draws from float32 logits in new memory, with the plan's parameters for each row, so that greedy rows need no noise."""
 
     def __init__(self, loaded: LoadedModel, state: DeviceState) -> None:
-        self._lm_head = loaded.model.lm_head
+        if loaded.stage.is_last:  # other stages have no output layer, and call none of this object's methods
+            self._lm_head = loaded.model.lm_head
         self._logits_processor = loaded.logits_processor
         self._sampler = state.sampler
 

@@ -166,6 +166,7 @@ def test_a_module_of_that_name_in_the_users_folder_is_not_taken_for_ours(
 
 
 def test_workers_are_started_first() -> None:
+    assert [str(key) for key in children_of(2, 1, pp_size=2)] == [str(key) for key in children_of(2, 2)]
     assert [str(key) for key in children_of(2, 2)] == [
         "worker 0",
         "worker 1",

@@ -9,13 +9,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from srt.managers.supervisor import preflight
-from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_surroundings, listen
+from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_model, check_surroundings, listen
 from srt.server_args import ServerArgs
 from srt.utils import checkpoint as checkpoint_files
 from srt.utils.errors import StartError
@@ -249,3 +250,18 @@ def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_che
         preflight.check_model(args)
     with pytest.raises(StartError, match="factors for 1 layers of rank 0, but the model has"):
         preflight.check_model(replace(args, kv_cache_dtype="fp8_e4m3"))
+
+
+def test_models_that_cannot_be_divided_into_stages_are_refused(qwen3_checkpoint: Path) -> None:
+    def args(**options: Any) -> ServerArgs:
+        return ServerArgs(model_path=str(qwen3_checkpoint), **{"device": "cpu", "pp_size": 2, **options})
+
+    assert check_model(args()) == qwen3_checkpoint.resolve()
+    for options, sentence in (
+        ({"pp_size": 99}, "--pp-size 99 is more than the 2 layers of the model"),
+        ({"device": "cuda"}, "--pp-size 2 works on a CPU only"),
+        ({"model_impl": "transformers"}, "--pp-size 2 needs layers of ours"),
+        ({"is_embedding": True}, "--pp-size 2 serves models that generate text"),
+    ):
+        with pytest.raises(StartError, match=f"^{sentence}"):
+            check_model(args(**options))

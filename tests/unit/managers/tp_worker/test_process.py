@@ -264,6 +264,8 @@ def test_a_start_that_cannot_succeed_ends_with_one_sentence(
 
 
 class LateOutput:
+    must_be_awaited = False
+
     def __init__(self, log: list[str], name: str, ready: bool) -> None:
         self._log, self._name, self._ready = log, name, ready
 
