@@ -469,6 +469,11 @@ class ServerArgs(LoraOptions):
         return CPU_CHUNK if self.chunked_prefill_size is None else self.chunked_prefill_size
 
     @property
+    def num_ranks(self) -> int:
+        """Workers of a replica: those that share layers, in each stage."""
+        return self.tp_size * self.pp_size
+
+    @property
     def window(self) -> int:
         """Largest number of plans in flight."""
         return 1 if self.disable_overlap_schedule else 2

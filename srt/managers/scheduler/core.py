@@ -6,7 +6,6 @@ from typing import Final, cast
 
 import numpy as np
 
-from srt.managers.process.replica_layout import ReplicaLayout
 from srt.managers.scheduler.counters import Counters
 from srt.managers.scheduler.effects import Effect, ToFrontend
 from srt.managers.scheduler.forecast import OutputForecast
@@ -19,7 +18,7 @@ from srt.managers.scheduler.results import ResultReader
 from srt.managers.scheduler.slots import SlotTable
 from srt.managers.scheduler.step_times import StepTimes
 from srt.managers.scheduler.waiting import LongestPrefixQueue, WaitingQueue
-from srt.managers.scheduler.worker_stream import Handshake, WorkerStream
+from srt.managers.scheduler.worker_stream import WorkerStream
 from srt.mem_cache.radix_cache import ITEM
 from srt.mem_cache.window_pages import WindowPages
 from srt.protocol.arrays import CODES, FLOAT32
@@ -28,11 +27,6 @@ from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
 
 FLOAT32_CODE: Final = CODES[FLOAT32]
-
-
-def handshake_of(args: ServerArgs, protocol_hash: str) -> Handshake:
-    """Return the handshake with all ranks of a replica."""
-    return Handshake(ReplicaLayout.of(args).num_ranks, protocol_hash)
 
 
 class SchedulerCore:
@@ -73,9 +67,8 @@ class SchedulerCore:
             num_stages=hello.num_stages,
         )
         self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
-        num_ranks = ReplicaLayout.of(args).num_ranks
-        self.stream = WorkerStream(num_ranks, hello.num_graphs)
-        self.resources = Needs(num_ranks, hello.most_resources, args.max_loras_per_batch)
+        self.stream = WorkerStream(args.num_ranks, hello.num_graphs)
+        self.resources = Needs(args.num_ranks, hello.most_resources, args.max_loras_per_batch)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
         self.max_request_tokens = min(hello.max_request_tokens, self.max_total_num_tokens)
 

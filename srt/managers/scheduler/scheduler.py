@@ -15,7 +15,7 @@ from typing import assert_never
 import numpy as np
 
 from srt.managers.scheduler.clients import Client, Labels
-from srt.managers.scheduler.core import SchedulerCore, handshake_of
+from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, Source, ToFrontend, ToWorkers
 from srt.managers.scheduler.outbox import end_of
@@ -23,7 +23,7 @@ from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.request import Request, Status, expand, id_at
 from srt.managers.scheduler.results import is_stop
 from srt.managers.scheduler.retry_after import EndRate
-from srt.managers.scheduler.worker_stream import BrokenReplica, Inspection
+from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
 from srt.protocol.engine_work import CaptureGraph, EngineLedger, InspectTables
 from srt.protocol.messages import (
     Abort,
@@ -82,7 +82,7 @@ class Scheduler:
         """`ledger` is what the schedulers before this one were told."""
         self._args = args
         self._protocol_hash = protocol_hash
-        self._handshake = handshake_of(args, protocol_hash)
+        self._handshake = Handshake(args.num_ranks, protocol_hash)
         self._core: SchedulerCore | None = None
         self._clients: dict[int, Client] = {}
         self._labels = Labels()
