@@ -47,12 +47,14 @@ def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T]) -> l
 def run_stages(num_stages: int, tp_size: int, folder: Path, work: Callable[[TensorParallel, Pipeline], T]) -> list[T]:
     """`work` on every rank of a pipeline at the same time; the results stage by stage. `folder` holds the rendezvous."""
     number = len(list(folder.glob("rendezvous-*")))
+    pipelines: list[Pipeline] = []  # kept until all are done: a rank's last message may still be on its way when it is
 
     def one(rank: int) -> T:
         stage, tp_rank = divmod(rank, tp_size)
         meeting = str(folder / f"rendezvous-{number}")
         tp = init_tensor_parallel(tp_rank, tp_size, f"{meeting}-stage-{stage}", "gloo", CPU, timeout_s=60)
         pipeline = init_pipeline(stage, num_stages, f"{meeting}-pipeline-{tp_rank}", 60.0, 4)
+        pipelines.append(pipeline)
         try:
             with torch.inference_mode():
                 return work(tp, pipeline)
