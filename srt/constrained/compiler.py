@@ -216,7 +216,10 @@ class _CompileProcess:
                     owed.set_result(Answer(0, busy=_HAS_ENDED))
             self._owed.clear()
             self._writer.close()
-            await asyncio.to_thread(self._collect)
+            try:
+                await asyncio.to_thread(self._collect)
+            except RuntimeError:  # the program is at its end, and starts no work in threads any more
+                self._collect()
 
     def _collect(self) -> None:
         """Wait for the end of the process, which comes by itself unless it hangs."""
