@@ -88,6 +88,10 @@ def test_texts_in_the_middle_when_a_worker_dies_get_their_embeddings(server: Ser
         assert counters(client)["num_running"] > 0
         (worker,) = [one for one in server.children() if "srt.managers.tp_worker" in one.cmdline()]
         worker.kill()
+        while (
+            client.post("/continue_generation").status_code != 200
+        ):  # the pause outlives the engine, which is replaced first
+            assert asking.is_alive(), "they ended in a pause"
         asking.join()
     vectors = [one["embedding"] for one in answers[0]["data"]]
     np.testing.assert_allclose(vectors, expected_of(embedder, texts), atol=1e-4)
