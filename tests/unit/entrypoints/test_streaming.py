@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -33,8 +32,9 @@ def test_the_engine_is_told_whether_tokens_are_watched_as_they_come(
 
 def test_a_program_that_reads_a_stream_watches_too() -> None:
     world = World()
-    engine = cast(LocalEngine, SimpleNamespace(_service=world.service, _args=world.service.args))
+    engine = LocalEngine.__new__(LocalEngine)  # without processes
+    engine._service, engine._args = cast(Any, world.service), world.service.args
     body = {"text": ["hi", "ho"]}
-    asyncio.run(LocalEngine.open_stream(engine, body))
-    asyncio.run(LocalEngine.answer(engine, body))
+    asyncio.run(engine.open_stream(body))
+    asyncio.run(engine.answer(body))
     assert [handle.request.stream for handle in world.engine.handles] == [True, True, False, False]
