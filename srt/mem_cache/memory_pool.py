@@ -204,7 +204,9 @@ class MHATokenToKVPool:
         """
         self.num_pages = num_pages
         self.group_of = [0] * len(heads) if groups is None else list(groups)  # by layer
-        self.num_heads = max((one.num_heads for one in heads), default=0)  # of the layers that have memory here, which are alike
+        self.num_heads = max(
+            (one.num_heads for one in heads), default=0
+        )  # of the layers that have memory here, which are alike
         self.page_size = page_size
         self.dtype = dtype
         self.k_scales, self.v_scales = scales or ([1.0] * len(heads), [1.0] * len(heads))
