@@ -45,7 +45,7 @@ class Tally:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     statistics: Counter[str] = field(default_factory=Counter)
-    steps_by_rows: list[int] = field(default_factory=lambda: [0] * MOST_ROWS)  # of worlds without a theme
+    steps_by_rows: list[int] = field(default_factory=lambda: [0] * MOST_ROWS)  # of worlds without a theme or a poison
 
     @property
     def num_steps(self) -> int:
@@ -53,7 +53,8 @@ class Tally:
 
     def add(self, world: World) -> None:
         self.statistics.update(world.statistics)
-        if not world.settings.is_alike:  # those are small, so that what they are about happens often
+        # Worlds that are alike are small, so that what they are about happens often; where workers die of requests, these run alone.
+        if not (world.settings.is_alike or world.settings.num_poisons):
             counts = np.bincount(world.rows_per_step, minlength=MOST_ROWS)
             self.steps_by_rows = (counts + self.steps_by_rows).tolist()
 
