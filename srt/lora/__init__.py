@@ -6,5 +6,5 @@
 | `adapter_files.py` | frontends, supervisor, workers | read and check a folder's adapter |
 | `resource.py` | both | write an adapter into a request, and read it |
 
-`srt/model_loader/adapter_loader.py` loads an adapter's tensors, and `srt/layers/adapters.py` multiplies with them.
+`srt/model_loader/model_adapters.py` loads an adapter's tensors, and `srt/layers/adapters.py` multiplies with them.
 """

@@ -115,7 +115,7 @@ def _patterns(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ModelError(f"{CONFIG_FILE}: {key} has {shown(pattern)}, which is no pattern of names.") from error
     return patterns
 

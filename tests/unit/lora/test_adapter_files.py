@@ -64,6 +64,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
         ({"r": 0}, "r must have ranks"),
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"rank_pattern": {"q_proj(": 3}}, "rank_pattern"),
+        ({"alpha_pattern": {"(" * 50 + "q" + "{99999999999}" + ")" * 50: 3}}, "alpha_pattern"),
         ({"rank_pattern": {"q_proj": 3}}, r"lora_A.weight has the shape \[4, 64\], and must have \[3, 64\]"),
         ({"use_rslora": "yes"}, "use_rslora"),
     ],
