@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from tests.scheduler.settings import Settings
 
-SHARE = 0.4  # of all worlds
+SHARE = 0.45  # of all worlds
 MOST_SLOTS = 32  # of a small world
-READERS_SHARE = 0.35
-RESOURCES_SHARE = 0.6  # of the small ones without another theme
+READERS_SHARE = 0.55
+RESOURCES_SHARE = 0.8  # of the small ones without another theme
 
 
 def alike(settings: Settings, seed: int) -> Settings:
@@ -63,8 +63,8 @@ def _poisonous(settings: Settings, rng: random.Random) -> Settings:
         num_poisons=20,
         poison_share=0.5,
         arrival_gap=2 * small.arrival_gap,
-        num_returns=2,
-        num_questions=10,
+        num_returns=6,
+        num_questions=40,
         lost_share=0.0,
     )
 

@@ -70,6 +70,10 @@ class Callers:
         self._hostile = HostileRequests(world.settings, rng)
         self.extra_drain = bool(self._kinds) and rng.random() < 0.2
         self._num_trial_pauses = rng.choice((3, 6, 9))
+        self._deaths = random.Random(f"deaths in pauses of {seed}")
+        self._num_deaths = (
+            6 if "pause" in self._kinds and world.settings.num_deaths else 0
+        )  # while generation is paused
 
     def begin(self, end: float) -> None:
         for _ in range(self._num_calls):
@@ -144,6 +148,9 @@ class Callers:
         """Whoever has paused lets it go on, or somebody else does earlier."""
         if isinstance(asked, PauseGeneration) and reply.ok:
             now, rng = self._world.now, self.rng
+            if self._num_deaths and self._deaths.random() < 0.8:
+                self._num_deaths -= 1
+                self._world.at(now, self._world.die)
             self._world.at(now + rng.random(), partial(self.go_on, frontend.number))
             if rng.random() < 0.5:
                 self._world.at(now + rng.random() * 0.2, partial(self.go_on, rng.choice(self._world.frontends).number))

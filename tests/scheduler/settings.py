@@ -99,7 +99,7 @@ class Settings:
         memory = rng.choice((0.0, 0.4, 0.6, 0.6, 0.8, 1.0, 3.0) if num_slots < 32 else (0.6, 0.8, 1.0, 1.5, 3.0))
         num_pages = max(least_pages, int(used_pages * memory))
         step_time = 0.01
-        each = rng.choice((4, 5, 6)) if num_slots < 64 else rng.choice((4, 5))
+        each = rng.choice((3, 4, 5)) if num_slots < 64 else rng.choice((2, 3))
         num_requests = 10 + int(num_slots * each * min(memory, 1.0))  # where few have room at a time, fewer come
         load = rng.choice((0.0, 0.1, 0.2, 0.4) if num_slots < 64 else (0.0, 0.05, 0.1))
         policy = rng.choice(("fcfs", "fcfs", "lpm", "priority"))
@@ -154,7 +154,7 @@ class Settings:
             num_slow_steps=rng.choice((0, 0, 1, 3)),
             num_graphs=graphs.choice((0, 0, 5, 50)),
             missing_share=graphs.choice((0.0, 0.1, 1.0)),
-            num_poisons=graphs.choice((0, 0, 0, 12, 24)),
+            num_poisons=graphs.choice((0, 0, 0, 3, 6)),
         )
 
     def server_args(self) -> ServerArgs:

@@ -12,6 +12,7 @@ from tests.scheduler.settings import Settings, Window
 
 FIRST_WINDOWED = 1_000_000
 SMALL_SHARE = 0.6
+MOST_REQUESTS = 60  # more would lose their slots to each other for most of a soak's steps
 WINDOWS_SHARE = 0.3  # of worlds with two different windows
 
 
@@ -21,6 +22,7 @@ def with_windows(settings: Settings, seed: int) -> Settings:
         return settings
     rng = random.Random(f"windows of {seed}")
     s = _small(settings, rng) if rng.random() < SMALL_SHARE else settings
+    s = replace(s, num_requests=min(s.num_requests, MOST_REQUESTS))
     longest = s.longest_prompt + s.longest_answer
     sizes = (rng.choice((1, s.page_size)), 2 * s.page_size + 1, longest // 8 + 1, longest // 3 + 1, longest)
     chosen = {rng.choice(sizes) for _ in range(2 if rng.random() < WINDOWS_SHARE else 1)}

@@ -141,7 +141,7 @@ class World:
             self.at(when, self._arrive)
         end = times[-1] + s.step_time * (s.longest_answer + 20)
         disturbances = (
-            (self._die, s.num_deaths),
+            (self.die, s.num_deaths),
             (self._return, s.num_returns),
             (self._ask_something, s.num_questions),
             (self._slow_down, s.num_slow_steps),
@@ -330,15 +330,15 @@ class World:
             self.statistics["deaths of poison"] += 1
             self._is_of_request = True
             if self._supervision.cause is None:
-                self._die()
+                self.die()
             else:
                 self._replace_server()
 
-    def _die(self) -> None:
+    def die(self) -> None:
         """The scheduler or a worker dies, or hangs. Of what it had sent, each frontend still hears a part; then all begin anew."""
         self._supervision.run_until(self.now)
         if self._supervision.cause is not None:
-            self.at(self.now + 1.0, self._die)  # one trouble at a time
+            self.at(self.now + 1.0, self.die)  # one trouble at a time
             return
         self.statistics["deaths"] += 1
         cause = self._supervision.break_worker_or_scheduler()
