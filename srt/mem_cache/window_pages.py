@@ -102,7 +102,7 @@ class WindowPages:
         count = len(cached) // ITEM
         first = self.first_column(count * self.page_size)
         pages = self._page_of[np.frombuffer(cached, np.int32)[first:]]
-        assert pages.min(initial=0) >= 0, f"a cached prefix of {count} pages lacks pages of its window"
+        assert int(pages.min(initial=0)) >= 0, f"a cached prefix of {count} pages lacks pages of its window"
         self.num_evictable -= int(np.count_nonzero(self._num_users[pages] == 0))
         self._num_users[pages] += 1
         self._unused_since[pages] = 0

@@ -584,7 +584,7 @@ class Server:
                 core = self._scheduler._core
                 is_compiling = core is not None and message.values["num_left"] == core.stream.num_graphs_left
                 self._captures.end(rank, self._world.now, is_compiling=is_compiling)
-        if isinstance(message, StepResult) and message.counts.min(initial=0) < 0:
+        if isinstance(message, StepResult) and int(message.counts.min(initial=0)) < 0:
             self._hear_failure(rank, message)
             return
         elif isinstance(message, Prepared):

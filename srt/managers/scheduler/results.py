@@ -81,7 +81,7 @@ class ResultReader:
             )
         one_each = counts if self._max_row_tokens == 1 else counts[: planned.num_prompt_ends]
         most = counts.max(initial=1)
-        if most > self._max_row_tokens or counts.min(initial=0) < -1 or not (abs(one_each) == 1).all():
+        if most > self._max_row_tokens or int(counts.min(initial=0)) < -1 or not bool((abs(one_each) == 1).all()):
             raise BrokenReplica(f"The result of step {result.step} has wrong counts of ids: {counts.tolist()}.")
 
     def _append_any(self, planned: Planned, result: StepResult, alive: NDArray[np.bool_]) -> list[End]:
