@@ -30,6 +30,7 @@ from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.server_args import parse_args
 from srt.utils.model_config import ModelConfig
+from srt.utils.page_groups import first_column
 
 SHORTEST, LONGEST = 128, 2048  # positions of mixed rows
 WARM_UP = 4  # steps before each round
@@ -53,16 +54,19 @@ class Steps:
             Admission(slot, int32_array(rng.integers(0, 100, length)), length, length - 1, slot, spec, LogprobSpec())
             for slot, length in enumerate(lengths)
         ]
-        delta = [PageDelta(slots, num_pages.astype(np.int32), pages)]
+        deltas = [PageDelta(slots, num_pages.astype(np.int32), pages)]
+        for window in runner.state.windows:
+            first = [first_column(length - 1, window, runner.state.page_size) for length in lengths]
+            counts = num_pages - int32_array(first)
+            deltas.append(PageDelta(slots, counts.astype(np.int32), int32_array(rng.permutation(int(counts.sum())))))
+        self._empty = [PageDelta(empty, empty, empty) for _ in deltas]
         starts = (self.lengths - 1).astype(np.int32)
-        self._run(PlanSection(admissions, delta, slots, starts, ones, ones, empty)).result()
+        self._run(PlanSection(admissions, deltas, slots, starts, ones, ones, empty)).result()
 
     def run(self, num_rows: int, count: int) -> float:
         """Seconds that so many steps of the first rows take, one of them always ahead of what is read."""
         empty = int32_array()
-        section = PlanSection(
-            [], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, int32_array(range(num_rows))
-        )
+        section = PlanSection([], self._empty, empty, empty, empty, empty, int32_array(range(num_rows)))
         begin_s, before = time.perf_counter(), None
         for _ in range(count):
             step = self._run(section)
