@@ -48,8 +48,8 @@ def server(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFacto
     words += ["--max-total-tokens", "60000", "--max-running-requests", "64", "--chunked-prefill-size", "32"]
     with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("server")) as process:
         url = process.wait_ready()
-        processes = {f"{p.cmdline()[2]} {p.pid}": p for p in (psutil.Process(process.pid), *process.children())}
-        processes = {name: p for name, p in processes.items() if "srt.constrained.compile_process" not in p.cmdline()}
+        supervisor = psutil.Process(process.pid)
+        processes = {f"{p.cmdline()[2]} {p.pid}": p for p in (supervisor, *supervisor.children())}
         assert len(processes) == 5
         yield Server(url, processes)
         process.send(signal.SIGTERM)
