@@ -95,6 +95,8 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     "abort": {"sglang": ((SGLANG_IO, "AbortReq"),)},
     "pause": {"sglang": ((SGLANG_IO, "PauseGenerationReqInput"),)},
     "continue": {"sglang": ((SGLANG_IO, "ContinueGenerationReqInput"),)},
+    "update_weights_from_disk": {"sglang": ((SGLANG_IO, "UpdateWeightFromDiskReqInput"),)},
+    "update_weight_version": {"sglang": ((SGLANG_IO, "UpdateWeightVersionReqInput"),)},
     "load_lora_adapter": {
         "sglang": ((SGLANG_IO, "LoadLoRAAdapterReqInput"),),
         "vllm": ((VLLM_LORA, "LoadLoRAAdapterRequest"),),

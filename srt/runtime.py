@@ -19,6 +19,7 @@ from srt.server_args import ArgumentError, ServerArgs, from_keywords
 from srt.utils.checkpoint import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from srt.entrypoints.answers import RenamedWeights, UpdatedWeights
     from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
 
 HTTP_ONLY = (
@@ -194,6 +195,27 @@ class Runtime:
     def unload_lora_adapter(self, lora_name: str) -> dict[str, str]:
         """Forget a LoRA adapter; requests that run with it go on. Returns the folders of the others by name."""
         return self._engine.run(self._engine.unload_adapter(lora_name))
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> UpdatedWeights:
+        """Replace the weights as POST /update_weights_from_disk does. RequestError says why they could not be, and are the old ones."""
+        body = {
+            "model_path": model_path,
+            "load_format": load_format,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        return self._engine.run(self._engine.update_weights(body))
+
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> RenamedWeights:
+        """Give the present weights another name, after ending all requests unless `abort_all_requests` is false."""
+        body = {"new_version": new_version, "abort_all_requests": abort_all_requests}
+        return self._engine.run(self._engine.rename_weights(body))
 
     def get_server_info(self) -> dict[str, Any]:
         """Return what GET /server_info answers: options, limits, counters."""

@@ -295,6 +295,18 @@ class LoadedAdapters(TypedDict):
     loaded_adapters: Annotated[dict[str, str], "The folders of all adapters that requests may name, by name."]
 
 
+class UpdatedWeights(TypedDict):
+    success: Annotated[Literal[True], "Always true: a refusal has another status."]
+    message: Annotated[str, "One sentence that says what was done."]
+    num_paused_requests: Annotated[Count, "Requests that waited for the update, and go on with the new weights."]
+
+
+class RenamedWeights(TypedDict):
+    success: Annotated[Literal[True], "Always true: a refusal has another status."]
+    message: Annotated[str, "One sentence that says what was done."]
+    new_version: Annotated[str, "The name of the weights from now on."]
+
+
 class Stopped(TypedDict):
     type: Annotated[Literal["stop"], "A stop ended the output."]
     matched: NotRequired[Annotated[int | str, "The stop token id, string or expression."]]

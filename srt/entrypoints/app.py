@@ -19,6 +19,7 @@ from srt.entrypoints import (
     profiling,
     tokenizing,
     web_page,
+    weights,
 )
 from srt.entrypoints.anthropic import messages
 from srt.entrypoints.cors import Cors
@@ -75,6 +76,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/pause_generation": {"POST": native.pause_generation},
     "/continue_generation": {"POST": native.continue_generation},
     "/abort_request": {"POST": native.abort_request},
+    "/update_weights_from_disk": {"POST": weights.update_weights_from_disk},
+    "/update_weight_version": {"POST": weights.update_weight_version},
     **{path: {"POST": adapters.load_lora_adapter} for path in ("/load_lora_adapter", "/v1/load_lora_adapter")},
     **{path: {"POST": adapters.unload_lora_adapter} for path in ("/unload_lora_adapter", "/v1/unload_lora_adapter")},
     **{path: {"GET": web_page.file} for path in web_page.FILES},

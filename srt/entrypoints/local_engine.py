@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody, load, unload
-from srt.entrypoints.answers import Generated
+from srt.entrypoints.answers import Generated, RenamedWeights, UpdatedWeights
 from srt.entrypoints.embeddings.answer_types import Encoded, Ranked, Scores
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EncodeBody, RerankBody, ScoreBody
 from srt.entrypoints.embeddings.embedding_routes import encoded, encoded_answer
@@ -27,6 +27,7 @@ from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_genera
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
+from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody, rename, update_from_disk
 from srt.managers.tokenizer_manager import request_watch
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
@@ -169,7 +170,7 @@ class LocalEngine:
         check_served(path, engine.model)
         vectors, is_batch = await encoded(engine, body, dimensions)
         pooling = pooling_of(engine)
-        answers = [encoded_answer(one, embedding(one, pooling, dimensions).tolist()) for one in vectors]
+        answers = [encoded_answer(engine, one, embedding(one, pooling, dimensions).tolist()) for one in vectors]
         return answers if is_batch else answers[0]
 
     async def rerank(self, body: dict[str, Any]) -> list[Ranked]:
@@ -193,12 +194,14 @@ class LocalEngine:
         return Chunks(await engine.submit_all(call.inputs), answer, Pacer(self._args.stream_interval))
 
     def _new_answer(self, call: NativeCall, *, incremental: bool = False) -> NativeAnswer:
+        engine = self._service.engine()
         return NativeAnswer(
             call,
-            self._service.engine().text.token_text,
+            engine.text.token_text,
             incremental=incremental,
             num_drafts=self._args.num_drafts,
             is_deterministic=self._args.enable_deterministic_inference,
+            weight_version=lambda: engine.limits.weight_version,
         )
 
     async def flush_cache(self) -> bool:
@@ -214,6 +217,12 @@ class LocalEngine:
 
     async def unload_adapter(self, name: str) -> dict[str, str]:
         return unload(UnloadAdapterBody.parse({"lora_name": name}), self._service)["loaded_adapters"]
+
+    async def update_weights(self, body: dict[str, Any]) -> UpdatedWeights:
+        return await update_from_disk(UpdateFromDiskBody.parse(body), self._service)
+
+    async def rename_weights(self, body: dict[str, Any]) -> RenamedWeights:
+        return await rename(RenameBody.parse(body), self._service)
 
     async def server_info(self) -> dict[str, Any]:
         return await server_facts(self._service)

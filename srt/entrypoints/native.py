@@ -12,7 +12,7 @@ import msgspec
 
 from srt.entrypoints.answers import Done
 from srt.entrypoints.exchange import Exchange
-from srt.entrypoints.native_shapes import WEIGHT_VERSION, NativeAnswer, parse_generate
+from srt.entrypoints.native_shapes import NativeAnswer, parse_generate
 from srt.entrypoints.request_schema import LABEL, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import DONE, answer_call, event
@@ -38,7 +38,6 @@ UNSUPPORTED = {
     "/slow_down": "cannot be slowed down: /pause_generation stops it for a while",
     **dict.fromkeys(
         (
-            "/update_weights_from_disk",
             "/init_weights_update_group",
             "/destroy_weights_update_group",
             "/update_weights_from_distributed",
@@ -46,11 +45,10 @@ UNSUPPORTED = {
             "/update_weights_from_ipc",
             "/begin_weight_update",
             "/end_weight_update",
-            "/update_weight_version",
             "/get_weights_by_name",
             "/weights_checker",
         ),
-        "cannot replace weights while running: restart it with the new checkpoint",
+        "cannot replace weights in this way while running: /update_weights_from_disk reads a checkpoint",
     ),
     **dict.fromkeys(
         ("/release_memory_occupation", "/resume_memory_occupation"),
@@ -88,6 +86,7 @@ async def generate(exchange: Exchange, service: Service) -> None:
         incremental=service.args.incremental_streaming_output,
         num_drafts=service.args.num_drafts,
         is_deterministic=service.args.enable_deterministic_inference,
+        weight_version=lambda: engine.limits.weight_version,
     )
     await answer_call(
         exchange,
@@ -105,14 +104,15 @@ async def model_info(exchange: Exchange, service: Service) -> None:
 
 def model_facts(service: Service) -> dict[str, Any]:
     """Return the answer of /model_info."""
-    model, args = service.engine().model, service.args
+    engine, args = service.engine(), service.args
+    model = engine.model
     return {
         "model_path": args.model_path,
         "served_model_name": args.model_names()[0],
         "tokenizer_path": args.tokenizer_path or args.model_path,
         "is_generation": model.pooling is None,
         "preferred_sampling_params": model.sampling_defaults or None,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": engine.limits.weight_version,
         "load_format": args.load_format,
         "reasoning_parser": model.reasoning_parser,
         "tool_call_parser": model.tool_call_parser,

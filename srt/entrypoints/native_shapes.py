@@ -54,7 +54,6 @@ from srt.sampling.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_BATCH = 4096
 MAX_BATCH_REGEXES = 256  # each blocks the event loop for a millisecond or more
-WEIGHT_VERSION = "default"  # until weights can be updated
 TokenText = Callable[[int], str]
 
 
@@ -284,6 +283,7 @@ class NativeAnswer:
         incremental: bool = False,
         num_drafts: int,
         is_deterministic: bool = False,
+        weight_version: Callable[[], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._call = call
@@ -291,6 +291,7 @@ class NativeAnswer:
         self._incremental = incremental
         self._num_drafts = num_drafts  # most drafts of a step, if the server drafts
         self._is_deterministic = is_deterministic
+        self._weight_version = weight_version  # of the present weights
         self._now = now
         self._began = now()
         self._epoch = time.time() - self._began  # add it to a time of `now` to get seconds since the epoch
@@ -362,7 +363,7 @@ class NativeAnswer:
             "cached_tokens": latest.cached_tokens,
             "cached_tokens_details": cached_tokens_details(latest.cached_tokens) if latest.cached_tokens else None,
             "reasoning_tokens": 0,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": latest.weight_version or self._weight_version(),
             "num_retractions": latest.num_preempted,
             "dp_rank": so_far.replica,
             "seed": latest.seed,

@@ -20,6 +20,7 @@ from srt.entrypoints import (
     profiling,
     tokenizing,
     web_page,
+    weights,
 )
 from srt.entrypoints.answer_schemas import answer_schema
 from srt.entrypoints.anthropic import messages
@@ -206,6 +207,12 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         adapters.unload_lora_adapter: Operation(
             "Adapters", answers.LoadedAdapters, body=adapters.UnloadAdapterBody, errors=(*_BODY, 501, 503)
+        ),
+        weights.update_weights_from_disk: Operation(
+            "Weights", answers.UpdatedWeights, body=weights.UpdateFromDiskBody, errors=(*_BODY, 503)
+        ),
+        weights.update_weight_version: Operation(
+            "Weights", answers.RenamedWeights, body=weights.RenameBody, errors=(*_BODY, 503)
         ),
         operations.freeze_gc: Operation("Operation", content=PLAIN, body=operations.NoBody, errors=_BODY),
         profiling.start_profile: Operation("Operation", _OBJECT, body=profiling.StartBody, errors=_BODY),

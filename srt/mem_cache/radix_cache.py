@@ -22,6 +22,7 @@ import numpy as np
 
 ITEM: Final = 4  # bytes per id or page number
 NO_PAGES: Final = b""
+RETIRED: Final = b"\xff"  # begins the keys of prefixes that are not found any more: no salt begins so in UTF-8
 _Offer = tuple[int, int, int, "RadixNode"]  # hits, last use, serial: the smallest is evicted first
 
 
@@ -92,6 +93,7 @@ class RadixCache:
         self.num_evictable = 0  # pages without pins: all of them can be evicted, leaf by leaf
         self.num_evicted = 0  # since the start
         self._num_nodes = 1
+        self._num_retired = 0
         self._clock = 0
         self._serial = 0
         # Evictable leaves. With `by_frequency` all of them are in the heap. Otherwise a leaf goes to the end of a linked list when it
@@ -224,6 +226,18 @@ class RadixCache:
         """Forget everything and return the pages, which become the caller's. No prefix may be pinned."""
         assert self.num_evictable == self.num_pages, "the prefix cache is cleared while prefixes are pinned"
         return self.evict(self.num_pages)
+
+    def retire(self) -> bytes:
+        """Forget everything that is not pinned and return its pages, which become the caller's. What is pinned is not found any more."""
+        pages = self.evict(self.num_evictable)
+        self._num_retired += 1
+        mark = RETIRED + self._num_retired.to_bytes(8, "little")
+        retired: dict[bytes, RadixNode] = {}
+        for node in self.root.children.values():
+            node.key = mark + node.key
+            retired[node.key] = node
+        self.root.children = retired
+        return pages
 
     @property
     def num_pinned(self) -> int:

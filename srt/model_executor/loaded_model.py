@@ -18,6 +18,7 @@ from srt.layers.attention.base import AttentionBackend
 from srt.layers.batch_invariant_ops import BatchInvariantLogitsProcessor, BatchInvariantOps
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.ops import LayerOps
+from srt.layers.ops_choice import layer_ops
 from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPool
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
@@ -144,7 +145,7 @@ def load_model(
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
         loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
-        fits, ops = partial(check_weights, device=device), _chosen_ops(args)
+        fits, ops = partial(check_weights, device=device), resolve_ops(args, device)
         model = loader.load_model(config, folder, tp, dtype, device, report_weights, fits, library, ops, stage)
     if library is not None:
         library.check()
@@ -171,9 +172,9 @@ def load_model(
     )
 
 
-def _chosen_ops(args: ServerArgs) -> LayerOps | None:
-    """Return the operations that the options ask for; None leaves the choice to the device."""
-    return BatchInvariantOps(BatchInvariantKernels.load()) if args.enable_deterministic_inference else None
+def resolve_ops(args: ServerArgs, device: torch.device) -> LayerOps:
+    """Return the operations that the options ask for, or those of the device."""
+    return BatchInvariantOps(BatchInvariantKernels.load()) if args.enable_deterministic_inference else layer_ops(device)
 
 
 def _logits_processor(args: ServerArgs, config: ModelConfig, tp: TensorParallel) -> LogitsProcessor:

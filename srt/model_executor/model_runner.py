@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 
@@ -21,6 +22,8 @@ from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
+from srt.model_executor.weight_update import update_weights
+from srt.protocol.engine_work import LoadWeights
 from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -85,6 +88,15 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.clear()
         self._planner = self._new_planner()
+
+    @torch.inference_mode()
+    def update_weights(self, work: LoadWeights, report: Callable[[], None]) -> str:
+        """Replace the weights in place (weight_update.py), and whatever was made of them. Return the version of the files."""
+        files = update_weights(self.loaded, work, report)
+        step = None if self._decode_runner is None else self._decode_runner.cpu_step
+        if step is not None:
+            step.read_weights_again()
+        return files
 
     @property
     def max_row_tokens(self) -> int:

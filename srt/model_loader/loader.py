@@ -75,9 +75,9 @@ class ModelLoader(ABC):
         whole = built if stage is None or stage.num_stages == 1 else _build_ours(config, tp, ops, None)
         pieces, fill = self.prepare(config, Path(folder), built, whole)
         materialize(built, dtype, device)
-        _clear_padding(pieces)
+        clear_padding(pieces)
         fill(progress)
-        _finish(built, dtype, device)
+        finish(built, dtype, device)
         return built.eval()
 
     @abstractmethod
@@ -169,13 +169,13 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
             setattr(module, name, buffer.to(device))
 
 
-def _finish(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def finish(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Make all weights ready to multiply: those of experts together, and weights before the layers that hold them."""
     if isinstance(module, LinearWeight | PackedExperts):
         module.finish()
         return
     for child in module.children():
-        _finish(child, dtype, device)
+        finish(child, dtype, device)
     if isinstance(module, WeightedModule):
         module.finish(dtype, device)
 
@@ -195,7 +195,7 @@ def _dtype_of(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     return own.get(name, dtype)
 
 
-def _clear_padding(pieces: list[WeightPiece]) -> None:
+def clear_padding(pieces: list[WeightPiece]) -> None:
     """Zero the parameters that the checkpoint does not fill completely: rows beyond the vocabulary must give finite logits."""
     filled: dict[int, int] = {}
     for piece in pieces:

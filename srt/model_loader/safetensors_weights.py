@@ -21,10 +21,16 @@ def check_checkpoint(
     headers: Mapping[str, TensorHeader],
     pieces: Sequence[WeightPiece],
     ignored: Collection[str] = (),
+    *,
+    is_partial: bool = False,
 ) -> None:
-    """Raise ModelError, naming tensors, unless the checkpoint holds exactly what the model needs, and perhaps what is `ignored`."""
+    """Raise ModelError, naming tensors, unless the checkpoint holds exactly what the model needs, and perhaps what is `ignored`.
+
+    If it `is_partial`, it may lack tensors.
+    """
     needed = {piece.name: piece for piece in pieces}
     missing = [name for name, piece in needed.items() if name not in headers and not piece.is_optional]
+    missing = [] if is_partial else missing
     surplus = [name for name in headers if not (name in needed or name in ignored or is_benign(name, config))]
     present = {name: (piece, headers[name]) for name, piece in needed.items() if name in headers}
     misshapen = [

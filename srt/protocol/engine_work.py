@@ -26,7 +26,17 @@ class CaptureGraph(Wire, frozen=True, tag=3):
     """Capture one more of the graphs that WorkerHello counts."""
 
 
-Work = ResetTables | InspectTables | CaptureGraph
+class LoadWeights(Wire, frozen=True, tag=4):
+    """Replace the weights by those of the files in this folder, which may lack some of them if they are `is_partial`.
+
+    WorkDone reports the version of the `files` that were read (`version_of` in srt/utils/checkpoint.py).
+    """
+
+    folder: str
+    is_partial: bool = False
+
+
+Work = ResetTables | InspectTables | CaptureGraph | LoadWeights
 
 
 # ---- The ledger
@@ -39,7 +49,45 @@ class Pause(Wire, frozen=True):
     process: str
 
 
+class WeightsSource(Wire, frozen=True):
+    """The folder that the present weights were read from, and the version of its files then; both empty if they are kept in no folder."""
+
+    folder: str
+    files: str
+
+
 class EngineLedger(Wire, frozen=True):
     """What an engine was told that no request carries. A new ledger replaces the one before as a whole."""
 
     pauses: list[Pause] = field(default_factory=list)
+    weights: WeightsSource | None = None  # None: those of the server's start
+    weight_version: str = "default"
+
+
+# ---- Frontend -> scheduler, and back
+
+
+class UpdateWeights(Wire, frozen=True, tag=12):
+    """Replace the weights, and forget all cached prefixes. Answered by ControlReply when all ranks have done it, or none of them.
+
+    Meanwhile no step is planned. Running requests are ended if `aborts`. Otherwise, unless a pause keeps them where they are, they are
+    preempted, so that all of their keys and values are computed again.
+    """
+
+    call: int
+    work: LoadWeights
+    version: str  # the name of the weights from then on; empty: unchanged
+    aborts: bool
+
+
+class SetWeightVersion(Wire, frozen=True, tag=13):
+    """Give the present weights another name. Answered by ControlReply."""
+
+    call: int
+    version: str
+
+
+class WeightVersion(Wire, frozen=True, tag=27):
+    """Notice that the weights have another name from now on; those of the start are named in SchedulerHello."""
+
+    version: str

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 import numpy as np
 from msgspec import field
 
-from srt.protocol.engine_work import EngineLedger, Work
+from srt.protocol.engine_work import EngineLedger, SetWeightVersion, UpdateWeights, WeightVersion, Work
 from srt.protocol.wire import Wire as Wire
 from srt.server_args import ServerArgs
 
@@ -198,6 +198,7 @@ class SchedulerHello(Wire, frozen=True, tag=20):
     max_total_num_tokens: int
     max_request_tokens: int  # prompt + output of one request
     page_size: int
+    weight_version: str = "default"
 
 
 class RequestDone(Wire, frozen=True):
@@ -216,6 +217,7 @@ class RequestDone(Wire, frozen=True):
     queue_s: float = -1.0  # from its arrival to its slot; negative if it never had one
     num_verified: int = 0  # steps that verified drafts of it, if the engine drafts
     num_verified_ids: int = 0  # output tokens that these steps brought
+    weight_version: str = ""  # of the weights at its end
 
 
 class TokenBatch(Wire, frozen=True, tag=21):
@@ -252,7 +254,7 @@ class Rejected(Wire, frozen=True, tag=23):
 
 
 class ControlReply(Wire, frozen=True, tag=24):
-    """Answer to FlushCache, GetState, AbortLabel, PauseGeneration or ContinueGeneration with the same call number."""
+    """Answer to the message with the same call number."""
 
     call: int
     ok: bool
@@ -421,6 +423,7 @@ class WorkDone(Wire, frozen=True, tag=63):
     step: int
     rank: int
     values: dict[str, Scalar]
+    error: str = ""  # a sentence that says why it was not done, and nothing was changed
 
 
 class Prepared(Wire, frozen=True, tag=65):
@@ -455,9 +458,7 @@ class ChildStart(Wire, frozen=True, tag=80):
     checkpoint_version: str = ""  # the version that the server's first processes read: a changed checkpoint is refused
     replica: int = 0  # that it is a part of; 0 for a frontend
     engines: list[int] = field(default_factory=list)  # for a frontend: the generation of each replica's present engine
-    ledger: EngineLedger = field(
-        default_factory=EngineLedger
-    )  # for a scheduler or worker: what its engine was told before
+    ledger: EngineLedger = field(default_factory=EngineLedger)  # what its engine, or the first one, was told
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -571,8 +572,12 @@ FromFrontend = (
     | GetState
     | PauseGeneration
     | ContinueGeneration
+    | UpdateWeights
+    | SetWeightVersion
 )
-ToFrontend = SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel
+ToFrontend = (
+    SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel | WeightVersion
+)
 ToWorker = StepPlan | WorkPlan | Prepare | Release
 FromWorker = WorkerHello | StepResult | StepAck | WorkDone | Prepared | WorkerFault
 ToChild = ChildStart | ServerReady | EngineReplaced | EngineLost | Stop

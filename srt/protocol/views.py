@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec.msgpack import Ext
 
+from srt.protocol.engine_work import SetWeightVersion, UpdateWeights
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -96,4 +97,6 @@ FromFrontendView = (
     | GetState
     | PauseGeneration
     | ContinueGeneration
+    | UpdateWeights
+    | SetWeightVersion
 )

@@ -266,6 +266,17 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "continue": {
         "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)}, "torch_empty_cache": {"sglang": (True,)},
     },
+    "update_weights_from_disk": {
+        "abort_all_requests": {"sglang": (False,)}, "flush_cache": {"sglang": (True,)},
+        "http_worker_ipc": {"sglang": (None,)}, "is_async": {"sglang": (False,)}, "keep_pause": {"sglang": (False,)},
+        "load_format": {"sglang": (None,)}, "manifest": {"sglang": (None,)}, "model_path": {"sglang": ()},
+        "recapture_cuda_graph": {"sglang": (False,)}, "rid": {"sglang": (None,)}, "token_step": {"sglang": (0,)},
+        "torch_empty_cache": {"sglang": (False,)}, "weight_version": {"sglang": (None,)},
+    },
+    "update_weight_version": {
+        "abort_all_requests": {"sglang": (True,)}, "http_worker_ipc": {"sglang": (None,)},
+        "new_version": {"sglang": ()}, "rid": {"sglang": (None,)},
+    },
     "load_lora_adapter": {
         "http_worker_ipc": {"sglang": (None,)}, "lora_id": {"sglang": (None,)}, "lora_name": {"sglang": (), "vllm": ()},
         "lora_path": {"sglang": (), "vllm": ()}, "pinned": {"sglang": (False,)}, "rid": {"sglang": (None,)},

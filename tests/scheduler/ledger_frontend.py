@@ -18,6 +18,7 @@ from srt.managers.tokenizer_manager.request_ledger import (
     RequestRefused,
     Send,
 )
+from srt.protocol.engine_work import WeightVersion
 from srt.protocol.messages import (
     TRIAL_TOKENS,
     Abort,
@@ -229,7 +230,7 @@ class LedgerFrontend:
                         self.live[rid][index].was_in_flight = True
             case AbortLabel(_, label):
                 return self._abort_named(label)
-            case Load():
+            case Load() | WeightVersion():
                 pass
             case _:
                 assert_never(message)

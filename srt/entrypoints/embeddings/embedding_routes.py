@@ -20,7 +20,6 @@ from srt.entrypoints.embeddings.vectors import (
     vectors_of,
 )
 from srt.entrypoints.exchange import Exchange
-from srt.entrypoints.native_shapes import WEIGHT_VERSION
 from srt.entrypoints.openai.models import check_model
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
@@ -104,7 +103,8 @@ async def _send_encoded(exchange: Exchange, service: Service, body: EncodeBody, 
         vectors, is_batch = await encoded(engine, body, dimensions)
         answers = []
         for vector in vectors:
-            answers.append(encoded_answer(vector, _numbers(embedding(vector, pooling_of(engine), dimensions))))
+            values = _numbers(embedding(vector, pooling_of(engine), dimensions))
+            answers.append(encoded_answer(engine, vector, values))
             await asyncio.sleep(0)  # let other tasks run between the vectors of a large batch
         await exchange.send_json(answers if is_batch else answers[0])
 
@@ -120,15 +120,15 @@ async def encoded(
     return await vectors_of(engine, inputs_of(engine, body, prompts, is_batch=is_batch)), is_batch
 
 
-def encoded_answer(vector: Vector, values: Any) -> Encoded:
-    return {"embedding": values, "meta_info": meta_of(vector)}
+def encoded_answer(engine: TokenizerManager, vector: Vector, values: Any) -> Encoded:
+    return {"embedding": values, "meta_info": meta_of(engine, vector)}
 
 
-def meta_of(one: Counted) -> EncodedMeta:
+def meta_of(engine: TokenizerManager, one: Counted) -> EncodedMeta:
     """Return the counts of a text's request."""
     return {
         "id": one.rid,
         "prompt_tokens": one.prompt_tokens,
         "cached_tokens": one.cached_tokens,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": engine.limits.weight_version,
     }

@@ -66,11 +66,11 @@ async def ranked(engine: TokenizerManager, body: RerankBody) -> list[Ranked]:
     except RequestError as error:
         raise renamed(error, NAMES_HERE) from error
     order = sorted(range(len(found)), key=lambda index: -found[index].score)  # equal ones stay in the client's order
-    return [_answer(found[index], index, body) for index in order[: body.top_n]]
+    return [_answer(engine, found[index], index, body) for index in order[: body.top_n]]
 
 
-def _answer(one: _Scored, index: int, body: RerankBody) -> Ranked:
-    answer: Ranked = {"score": one.score, "index": index, "meta_info": meta_of(one)}
+def _answer(engine: TokenizerManager, one: _Scored, index: int, body: RerankBody) -> Ranked:
+    answer: Ranked = {"score": one.score, "index": index, "meta_info": meta_of(engine, one)}
     if body.return_documents:
         answer["document"] = body.documents[index]
     return answer

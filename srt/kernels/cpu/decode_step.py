@@ -93,7 +93,12 @@ class CpuDecodeStep:
 
     def __init__(self, library: ctypes.CDLL, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> None:
         """Reads all tensors in place: they must not move while this object lives."""
-        self._kept: list[Tensor] = []  # copies that only the compiled code refers to
+        self._kept: list[
+            tuple[Tensor, Tensor]
+        ] = []  # tensors that the compiled code reads, and the weights they are copies of
+        self._head_copy: tuple[IntegerMatrix, ParallelLMHead] | None = (
+            None  # of the output layer in 8 bits, if it has one
+        )
         decoder = cast("Decoder", model.model)
         layers = [self._layer_of(index, layer, pool) for index, layer in enumerate(_layers_of(decoder))]
         self._layers = (_Layer * len(layers))(*layers)
@@ -159,6 +164,16 @@ class CpuDecodeStep:
         self._run(self._runner, ctypes.byref(rows))
         return out
 
+    def read_weights_again(self) -> None:
+        """Bring copies up to date, because the model's weights were replaced in place."""
+        for kept, values in self._kept:
+            kept.copy_(values)
+        if self._head_copy is not None:
+            integers, head = self._head_copy
+            latest = head.in_8_bits()
+            integers.numbers.copy_(latest.numbers)
+            integers.scales.copy_(latest.scales)
+
     def _layer_of(self, index: int, layer: DecoderLayer, pool: MHATokenToKVPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.gated_mlp
         q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -192,13 +207,14 @@ class CpuDecodeStep:
         if config.weight_formats.method != "int8" or head.weight.shape[1] % _PAIRED_LANES:
             return _matrix(head.weight, None)
         integers = head.in_8_bits()
-        self._kept += integers.numbers, integers.scales
+        self._head_copy = integers, head
         return _integer_matrix(integers, None)
 
     def _floats(self, values: Tensor) -> int:
         """Return the address of the values as float32, which this object keeps."""
-        self._kept.append(values.float().contiguous())
-        return _pointer(self._kept[-1])
+        kept = values.float().contiguous()
+        self._kept.append((kept, values))
+        return _pointer(kept)
 
 
 def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> bool:

@@ -27,6 +27,7 @@ from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.tracer import Tracer
 from srt.managers.process.watchdog import OVERSLEPT_S
+from srt.protocol.engine_work import WeightsSource
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import (
     ChildStart,
@@ -43,7 +44,7 @@ from srt.protocol.messages import (
 )
 from srt.protocol.stream import MessageStream
 from srt.utils.checkpoint import version_of
-from srt.utils.errors import CheckpointChanged, StartError
+from srt.utils.errors import CheckpointChanged, StartError, WeightsChanged
 from srt.utils.logs import set_up_logging
 
 TENDINGS = 4  # calls of the tracer's `tend` between two heartbeats
@@ -186,7 +187,7 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
     except SupervisorGone:
         _exit(1)
     except StartError as error:
-        _say_last_word(child, str(error), is_final=isinstance(error, CheckpointChanged))
+        _say_last_word(child, str(error), is_final=isinstance(error, CheckpointChanged | WeightsChanged))
         _exit(1)
     except BaseException as error:  # the last place that can report an error: none may be lost
         if isinstance(error, SystemExit) and not error.code:
@@ -198,9 +199,18 @@ def run_child(main: Callable[[Child], None]) -> NoReturn:
 
 
 def _check_checkpoint(start: ChildStart) -> None:
-    """Raise CheckpointChanged, after which nothing is replaced any more, if files of the checkpoint differ from the server's start."""
-    if start.checkpoint_version and version_of(start.model_folder) != start.checkpoint_version:
+    """Raise CheckpointChanged or WeightsChanged, after which nothing is replaced any more, if files are not what its predecessor read."""
+    weights = start.ledger.weights
+    if weights is not None and start.role == "worker" and not _are_unchanged(weights):
+        raise WeightsChanged(weights.folder)
+    # Where the weights came from another folder, this one still has the tokenizer and the configuration.
+    is_replaced = weights is not None and weights.folder == start.model_folder
+    if start.checkpoint_version and not is_replaced and version_of(start.model_folder) != start.checkpoint_version:
         raise CheckpointChanged(start.model_folder)
+
+
+def _are_unchanged(weights: WeightsSource) -> bool:
+    return bool(weights.folder) and version_of(weights.folder) == weights.files
 
 
 def _say_last_word(child: Child, sentence: str, is_final: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from srt.managers.scheduler.worker_stream import WorkerStream
 from srt.mem_cache.radix_cache import ITEM
 from srt.mem_cache.window_pages import WindowPages
 from srt.protocol.arrays import CODES, FLOAT32
-from srt.protocol.messages import ControlReply, Load, Scalar, SchedulerHello, WorkerHello
+from srt.protocol.messages import ControlReply, LastWord, Load, Scalar, SchedulerHello, WorkerHello, int32_array
 from srt.protocol.views import RequestView
 from srt.server_args import ServerArgs
 
@@ -84,14 +85,27 @@ class SchedulerCore:
             "vocab_size": self._hello.vocab_size,
         }
 
-    def greeting(self, frontend: int) -> list[Effect]:
-        hello = SchedulerHello(self.max_total_num_tokens, self.max_request_tokens, self._hello.page_size)
+    def greeting(self, frontend: int, weight_version: str) -> list[Effect]:
+        sizes = self.max_total_num_tokens, self.max_request_tokens, self._hello.page_size
+        hello = SchedulerHello(*sizes, weight_version)
         return [ToFrontend(frontend, hello), ToFrontend(frontend, self.load())]
 
     @property
     def is_idle(self) -> bool:
         """True if nothing waits or runs, and no step is in flight."""
         return not (self.stream.num_in_flight or self.slots.num_used or self.planner.num_waiting)
+
+    def last_words(self, frontends: Iterable[int]) -> list[Effect]:
+        """Return what each frontend is told of an engine that ends early: which of its requests were in unanswered steps."""
+        incarnations = self.stream.incarnations_in_flight()
+        suspects = [r for r in self.planner.started() if r.progress.incarnation in incarnations]
+        words: list[Effect] = []
+        for number in frontends:
+            own = [request for request in suspects if request.frontend == number]
+            rids = np.array([request.rid for request in own], np.int64)
+            choices = int32_array([request.choice for request in own])
+            words.append(ToFrontend(number, LastWord(rids, choices, len(incarnations) == 1)))
+        return words
 
     def load(self) -> Load:
         return Load(self.slots.num_used, self.planner.num_waiting, self.memory.num_free, self.counters.num_steps)

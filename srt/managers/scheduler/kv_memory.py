@@ -141,6 +141,7 @@ class KvMemory:
         """Let a request that is being admitted hold its pinned prefix, which ends at `node` and has the pages `cached`."""
         hold = request.hold
         hold.node = node
+        hold.is_stale = False
         hold.num_in_tree = len(cached) // ITEM
         for window in self.windows:
             window.begin(request.progress.slot, cached)
@@ -203,7 +204,7 @@ class KvMemory:
         """Hand the full pages of the first `computed` positions to the cache; they hold the KV of `ids` from now on."""
         hold = request.hold
         first, end = hold.num_in_tree, min(computed, len(ids) // ITEM) // self.page_size
-        if not self.caches or end <= first:
+        if not self.caches or hold.is_stale or end <= first:
             return
         assert hold.node is not None
         pages = self._slots.pages_of(request.progress.slot, first, end)
@@ -241,6 +242,12 @@ class KvMemory:
     def flush(self) -> None:
         """Empty the prefix cache. No request may be running."""
         self._free(self.tree.clear())
+
+    def retire(self, running: list[Request]) -> None:
+        """Let nobody find what is cached now, because the weights have changed. Running requests keep their pages to themselves."""
+        self._free(self.tree.retire())
+        for request in running:
+            request.hold.is_stale = True
 
     def tables_hash(self) -> str:
         """Return the digest of the page tables that the workers must have once they have done everything that was sent."""

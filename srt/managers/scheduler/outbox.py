@@ -26,7 +26,7 @@ class _Sent:
         self.logged = logged  # with the number of logprob chunks sent by then
 
 
-def end_of(request: Request, end: End, queue_s: float) -> RequestDone:
+def end_of(request: Request, end: End, queue_s: float, weight_version: str) -> RequestDone:
     """Return what its frontend is told of a choice that has ended."""
     reason, matched, status, message, retry_after_s = end
     return RequestDone(
@@ -42,6 +42,7 @@ def end_of(request: Request, end: End, queue_s: float) -> RequestDone:
         retry_after_s,
         queue_s,
         *request.progress.verified,
+        weight_version,
     )
 
 

@@ -116,12 +116,15 @@ class Place:
 class CacheHold:
     """What a request holds of the prefix cache, and what the cache has saved it."""
 
-    __slots__ = ("cached_tokens", "node", "num_in_tree", "own_copies")
+    __slots__ = ("cached_tokens", "is_stale", "node", "num_in_tree", "own_copies")
 
     def __init__(self) -> None:
         self.node: RadixNode | None = None  # the pinned end of its prefix in the tree, `num_in_tree` pages deep
         self.num_in_tree = 0
         self.own_copies = NO_PAGES  # its own pages among the first `num_in_tree`: the tree has others for the same ids
+        self.is_stale = (
+            False  # a part of its keys and values is of weights that were exchanged since, so nobody may share them
+        )
         self.cached_tokens = 0  # prompt tokens that were in the cache at its first admission
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-import numpy as np
-
 from srt.managers.scheduler.clients import Client, Labels
 from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.deadlines import Deadlines
-from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, Source, ToFrontend, ToWorkers
+from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Source, ToFrontend, ToWorkers
+from srt.managers.scheduler.engine_changes import EngineChanges
 from srt.managers.scheduler.outbox import end_of
-from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.request import Request, Status, expand, id_at
 from srt.managers.scheduler.results import is_stop
 from srt.managers.scheduler.retry_after import EndRate
-from srt.managers.scheduler.worker_stream import BrokenReplica, Handshake, Inspection
-from srt.protocol.engine_work import CaptureGraph, EngineLedger, InspectTables
+from srt.managers.scheduler.worker_stream import BrokenReplica, EngineChange, Handshake, Inspection
+from srt.protocol.engine_work import CaptureGraph, EngineLedger, InspectTables, SetWeightVersion, UpdateWeights
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -36,7 +34,6 @@ from srt.protocol.messages import (
     FromWorker,
     FrontendHello,
     GetState,
-    LastWord,
     Load,
     Message,
     PauseGeneration,
@@ -51,7 +48,6 @@ from srt.protocol.messages import (
     WorkerFault,
     WorkerHello,
     WorkPlan,
-    int32_array,
 )
 from srt.protocol.views import FromFrontendView, RequestView
 from srt.server_args import ServerArgs
@@ -71,6 +67,8 @@ _FROM_FRONTEND = (
     GetState,
     PauseGeneration,
     ContinueGeneration,
+    UpdateWeights,
+    SetWeightVersion,
 )
 _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, Prepared, WorkerFault)
 
@@ -90,8 +88,8 @@ class Scheduler:
         self._arrived: list[Request] = []  # since the last tick: their ids are not checked yet
         self._next_serial = 1
         self._is_draining = False
-        self._ledger = ledger or EngineLedger()  # as the supervisor knows it
-        self._pauses = Pauses(self._ledger.pauses)
+        self._changes = EngineChanges(ledger or EngineLedger())
+        self._pauses = self._changes.pauses
         self._now = 0.0
         self._end_rate = EndRate()
         self._asked_deep: list[tuple[Client, int]] = []  # clients and calls of GetState with `deep`
@@ -162,7 +160,7 @@ class Scheduler:
         self._now = now
         if self._core is None:
             return []
-        effects = self._record()
+        effects = self._changes.record(self._clients)
         effects += self._refuse_unknown_ids(self._core)
         if self._deadlines.are_set:
             self._end_overdue(self._core, now)
@@ -186,15 +184,7 @@ class Scheduler:
         core = self._core
         if core is None:
             return []
-        incarnations = core.stream.incarnations_in_flight()
-        suspects = [r for r in core.planner.started() if r.progress.incarnation in incarnations]
-        effects = self._send_batches(core, is_last=True)
-        for number in self._clients:
-            own = [request for request in suspects if request.frontend == number]
-            rids = np.array([request.rid for request in own], np.int64)
-            choices = int32_array([request.choice for request in own])
-            effects.append(ToFrontend(number, LastWord(rids, choices, len(incarnations) == 1)))
-        return effects
+        return self._send_batches(core, is_last=True) + core.last_words(self._clients)
 
     def drain(self) -> None:
         """Accept no new requests from now on, but finish the present ones."""
@@ -261,7 +251,11 @@ class Scheduler:
                 return self._pause(self._core, client, call, mode)
             case ContinueGeneration(call):
                 self._pauses.end_all()
-                return [*self._record(), ToFrontend(number, ControlReply(call, True, "", {}))]
+                return [*self._changes.record(self._clients), ToFrontend(number, ControlReply(call, True, "", {}))]
+            case UpdateWeights():
+                return self._update_weights(self._core, client, message)
+            case SetWeightVersion(call, version):
+                return self._changes.rename_weights(client, call, version, self._clients)
             case GetState(call, deep):
                 if not deep:
                     return [ToFrontend(number, self._state(self._core, call, []))]
@@ -288,7 +282,7 @@ class Scheduler:
         client = self._clients[number] = Client(number, hello.process)
         self._pauses.meet(client)
         self._last_load = None  # the greeting tells this one the load, the next tick tells all
-        return [] if self._core is None else self._core.greeting(number)
+        return [] if self._core is None else self._core.greeting(number, self._changes.weight_version)
 
     def _accept(self, core: SchedulerCore, client: Client, message: RequestView, now: float) -> list[Effect]:
         if client.knows(message.rid):
@@ -386,6 +380,7 @@ class Scheduler:
             request,
             (reason, matched, status, message, retry_after_s),
             queue_s=-1.0 if started_s is None else started_s - request.arrived_s,
+            weight_version=self._changes.weight_version,
         )
         self._clients[request.frontend].outbox.add_end(request, done)
 
@@ -441,7 +436,7 @@ class Scheduler:
         self._capture_from_s = now + CAPTURE_AFTER_S
         effects: list[Effect] = [HandshakeDone(core.facts())]
         for number in self._clients:
-            effects += core.greeting(number)
+            effects += core.greeting(number, self._changes.weight_version)
         early, self._early = self._early, []
         for number, message in early:
             effects += self._from_frontend(number, message, now)
@@ -487,7 +482,7 @@ class Scheduler:
 
     def _plan(self, core: SchedulerCore, now: float, watch: Callable[[StepPlan], None] | None) -> list[Effect]:
         effects: list[Effect] = []
-        while core.stream.num_in_flight < core.window and not self._pauses.is_on:
+        while core.stream.num_in_flight < core.window and not self._changes.keeps_steps_back:
             if core.planner.trials.are_some_left and not core.stream.is_empty:
                 break
             planned = core.planner.plan(core.stream.next_step, now)
@@ -501,6 +496,7 @@ class Scheduler:
             self._clients[request.frontend].outbox.add_waiting(request)
         if self._pauses.are_asked_for and (core.stream.num_in_flight == 0 or not self._pauses.is_on):
             effects += self._answer_pauses()
+        effects += self._changes.next_work(core)
         for client, call in self._asked_deep:
             if not self._is_here(client):
                 continue
@@ -537,14 +533,6 @@ class Scheduler:
                 effects.append(ToFrontend(number, outbox.make_batch(slots, own)))
         return effects
 
-    def _record(self) -> list[Effect]:
-        """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
-        ledger = EngineLedger(pauses=self._pauses.entries())
-        if ledger == self._ledger:
-            return []
-        self._ledger = ledger
-        return [Record(ledger)]
-
     def _report_load(self, core: SchedulerCore, now: float) -> list[Effect]:
         load = core.load()
         if self._last_load is not None:
@@ -573,12 +561,25 @@ class Scheduler:
         self._pauses.ask(client, call)
         return []
 
+    def _update_weights(self, core: SchedulerCore, client: Client, asked: UpdateWeights) -> list[Effect]:
+        refused = self._changes.ask_for_update(client, asked, is_draining=self._is_draining)
+        if not refused and asked.aborts:
+            self.abort_all()
+        elif not refused and not self._pauses.is_on:
+            core.planner.preempt_all()
+        return refused
+
     def _handle_work(self, core: SchedulerCore, rank: int, done: WorkDone) -> list[Effect]:
         num_graphs = core.stream.num_graphs_left
-        inspection = core.stream.accept_done(rank, done)
+        answered = core.stream.accept_done(rank, done)
         if done.values.get("num_left") == num_graphs:  # the workers are still compiling
             self._capture_from_s = self._compiling_until_s = self._now + CAPTURE_REST_S
-        if inspection is None or not self._is_here(inspection.client):
+        if isinstance(answered, EngineChange):
+            return self._changes.finish(core, self._clients)
+        return [] if answered is None else self._answer_inspection(core, answered)
+
+    def _answer_inspection(self, core: SchedulerCore, inspection: Inspection) -> list[Effect]:
+        if not self._is_here(inspection.client):
             return []
         findings = list(inspection.findings)
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from srt.managers.scheduler.clients import Client
 from srt.managers.scheduler.plan_draft import Planned
+from srt.protocol.engine_work import LoadWeights
 from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerHello
 
 
@@ -26,9 +27,23 @@ class Inspection:
 
 
 @dataclass(slots=True)
+class EngineChange:
+    """A change of the whole engine that a client asked for: it is carried out by all ranks, while no step is in flight."""
+
+    client: Client
+    call: int
+    work: LoadWeights
+    version: str  # name of the weights afterwards
+    is_sent: bool = False
+    errors: list[str] = field(default_factory=list)  # of ranks that did not do it
+    values: dict[str, Scalar] = field(default_factory=dict)  # reported by worker 0
+
+
+@dataclass(slots=True)
 class _Item:
     planned: Planned | None = None
-    inspection: Inspection | None = None  # if both are None: a capture
+    inspection: Inspection | None = None
+    change: EngineChange | None = None  # if all are None: a capture
     num_answers: int = 0
     num_graphs_left: int | None = None  # reported by the first rank that answered
     ids_hash: tuple[int, int] | None = None  # the rank that answered first, and its hash
@@ -58,6 +73,10 @@ class WorkerStream:
 
     def submit_inspection(self, inspection: Inspection) -> None:
         self._items.append(_Item(inspection=inspection))
+
+    def submit_change(self, change: EngineChange) -> None:
+        change.is_sent = True
+        self._items.append(_Item(change=change))
 
     def incarnations_in_flight(self) -> set[int]:
         """Return the incarnations of all rows in steps that not every rank has answered."""
@@ -108,11 +127,13 @@ class WorkerStream:
         if self._answer(rank, ack.step, ack.ids_hash).planned is None:
             raise BrokenReplica(f"Worker {rank} acknowledged item {ack.step} as a step, which it is not.")
 
-    def accept_done(self, rank: int, done: WorkDone) -> Inspection | None:
-        """Return the inspection once every rank has answered it; None until then, and for other work."""
+    def accept_done(self, rank: int, done: WorkDone) -> Inspection | EngineChange | None:
+        """Return the inspection or the change once every rank has answered it; None until then, and for other work."""
         item = self._answer(rank, done.step, None)
         if item.planned is not None:
             raise BrokenReplica(f"Worker {rank} reported step {done.step} as other work.")
+        if item.change is not None:
+            return self._accept_change(rank, item, item.change, done)
         if item.inspection is None:
             self._accept_capture(rank, item, done)
             return None
@@ -124,6 +145,17 @@ class WorkerStream:
         if rank == 0:
             item.inspection.values = {f"worker_{n}": v for n, v in done.values.items() if n != "tables_hash"}
         return item.inspection if item.num_answers == self._num_ranks else None
+
+    def _accept_change(self, rank: int, item: _Item, change: EngineChange, done: WorkDone) -> EngineChange | None:
+        if done.error:
+            change.errors.append(done.error)
+        if rank == 0:
+            change.values = done.values
+        if item.num_answers < self._num_ranks:
+            return None
+        if change.errors and len(change.errors) < self._num_ranks:
+            raise BrokenReplica(f"Some workers did what others could not do: {change.errors[0]}")
+        return change
 
     def _accept_capture(self, rank: int, item: _Item, done: WorkDone) -> None:
         left = done.values.get("num_left")

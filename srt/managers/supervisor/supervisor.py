@@ -155,7 +155,7 @@ class Supervisor:
             checkpoint_version=self._checkpoint_version,
             replica=key.replica,
             engines=self._replacer.generations if key.role == "frontend" else [],
-            ledger=self._ledgers.get(key.replica, EngineLedger()) if key.role != "frontend" else EngineLedger(),
+            ledger=self._ledgers.get(key.replica, EngineLedger()),
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             self._streams[key].send(start)

@@ -111,6 +111,7 @@ class ChoiceUpdate(Struct, frozen=True, gc=False):
     num_preempted: int = 0  # known with the finish
     num_verified: int = 0  # steps that verified drafts, known with the finish
     num_verified_ids: int = 0  # that these steps brought
+    weight_version: str = ""  # of the weights at the finish, known with it
     times: ChoiceTimes | None = None  # with the finish
     replica: int | None = (
         None  # that runs the request, if the server has several; with the first update, logprobs and the finish

@@ -49,6 +49,7 @@ class _Choice:
     num_preempted: int = 0
     num_verified: int = 0
     num_verified_ids: int = 0
+    weight_version: str = ""
     finish: Finish | None = None
     is_news: bool = False  # there is something to fetch
     is_first: bool = True  # no update has been fetched yet
@@ -150,6 +151,7 @@ class LiveRequest:
         choice.cached_tokens = done.cached_tokens
         choice.num_preempted = done.num_preempted
         choice.num_verified, choice.num_verified_ids = done.num_verified, done.num_verified_ids
+        choice.weight_version = done.weight_version
         choice.queue_s = None if done.queue_s < 0 else done.queue_s
         if done.reason == "error":
             message = done.message or "The engine failed on this request."
@@ -301,6 +303,7 @@ class LiveRequest:
             num_preempted=choice.num_preempted,
             num_verified=choice.num_verified,
             num_verified_ids=choice.num_verified_ids,
+            weight_version=choice.weight_version,
             times=times,
             replica=self.replica,
         )

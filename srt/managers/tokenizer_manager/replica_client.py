@@ -14,6 +14,7 @@ from srt.managers.tokenizer_manager.deliveries import Deliveries
 from srt.managers.tokenizer_manager.request_ledger import Convictions, RequestLedger
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
 from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
+from srt.protocol.engine_work import WeightVersion
 from srt.protocol.messages import (
     AbortLabel,
     ControlReply,
@@ -144,6 +145,9 @@ class ReplicaClient:
                 self._owner.abort_named(message.label)
             case SchedulerHello():
                 self._greeted(message)
+            case WeightVersion(version):
+                if self.limits is not None:
+                    self.limits = replace(self.limits, weight_version=version)
             case LastWord():
                 self.deliveries.record_last_word(message)
             case Rejected():

@@ -43,6 +43,7 @@ from srt.managers.tokenizer_manager.request_ledger import Convictions
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
 from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
 from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
+from srt.protocol.engine_work import LoadWeights, SetWeightVersion, UpdateWeights
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
     AbortLabel,
@@ -461,6 +462,21 @@ class TokenizerManager:
     async def resume(self) -> None:
         self._check_all_serve()
         await self._call(ContinueGeneration)
+
+    async def update_weights(self, work: LoadWeights, version: str, aborts: bool) -> tuple[bool, str, int]:
+        """Replace the weights of all replicas (see UpdateWeights); return (done?, sentence, number of requests that waited for it)."""
+        self._check_all_serve()
+        replies = await self._call(lambda call: UpdateWeights(call, work, version, aborts))
+        done, sentence = _whether_all(replies)
+        if len(replies) < self.num_replicas:
+            done, sentence = False, f"{sentence} A replica ended meanwhile, and has its old weights: update them again."
+        counts = [reply.values.get("num_paused_requests", 0) for reply in replies.values()]
+        return done, sentence.strip(), sum(count for count in counts if isinstance(count, int))
+
+    async def rename_weights(self, version: str) -> None:
+        """Give the present weights another name."""
+        self._check_all_serve()
+        await self._call(lambda call: SetWeightVersion(call, version))
 
     async def get_state(self, deep: bool = False, is_own: bool = False) -> tuple[bool, str, dict[str, Scalar]]:
         """Return (ok?, sentence, the schedulers' counters), added up over the replicas that serve.

@@ -27,7 +27,7 @@ from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
-from srt.protocol.engine_work import CaptureGraph, InspectTables, ResetTables, Work
+from srt.protocol.engine_work import CaptureGraph, InspectTables, LoadWeights, ResetTables, Work
 from srt.protocol.messages import (
     ChildStart,
     PlanSection,
@@ -43,7 +43,7 @@ from srt.protocol.messages import (
     WorkerHello,
     WorkPlan,
 )
-from srt.utils.errors import StartError
+from srt.utils.errors import StartError, UpdateError
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TpWorker:
                 case WorkPlan():
                     self._step, self._busy_since_s = plan.step, time.monotonic()
                     self._answer_all()
-                    self._link.send(WorkDone(plan.step, self._rank, self._work(plan.work)))
+                    self._link.send(self._done(plan))
                 case _:
                     assert_never(plan)
         self._answer_all()
@@ -214,6 +214,16 @@ class TpWorker:
             self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, begun_s, now_s, time.monotonic())
 
+    def _done(self, plan: WorkPlan) -> WorkDone:
+        """Do work other than a step, and return its answer."""
+        try:
+            return WorkDone(plan.step, self._rank, self._work(plan.work))
+        except UpdateError as error:
+            return WorkDone(plan.step, self._rank, {}, str(error))
+
+    def _note_progress(self) -> None:
+        self._busy_since_s = time.monotonic()
+
     def _work(self, work: Work) -> dict[str, Scalar]:
         match work:
             case ResetTables():
@@ -230,6 +240,8 @@ class TpWorker:
                     gc.collect()
                     gc.freeze()
                 return {"size": size, "num_left": graphs.num_left}
+            case LoadWeights():
+                return {"files": self._runner.update_weights(work, self._note_progress)}
             case _:
                 assert_never(work)
 
@@ -329,7 +341,7 @@ def load_runner(child: Child) -> ModelRunner:
         return start_runner(
             args,
             config,
-            start.model_folder,
+            start.model_folder if start.ledger.weights is None else start.ledger.weights.folder,
             tp,
             device,
             report_weights=_Throttled(lambda done, total: child.report_phase("weights", done, total)),

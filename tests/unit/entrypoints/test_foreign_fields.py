@@ -22,6 +22,7 @@ from srt.entrypoints.parsing import ParseCallsBody, SeparateReasoningBody
 from srt.entrypoints.profiling import StartBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
+from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.sampling import foreign_fields
 from srt.sampling.foreign_fields import is_one_of, schema_of
@@ -44,6 +45,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (NoBody, {}),
     (LoadAdapterBody, {"lora_name": "a", "lora_path": "b"}),
     (UnloadAdapterBody, {"lora_name": "a"}),
+    (UpdateFromDiskBody, {"model_path": "a"}),
+    (RenameBody, {"new_version": "a"}),
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),
     (DetokenizeBody, {"tokens": [1]}),

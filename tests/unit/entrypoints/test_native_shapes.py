@@ -32,7 +32,14 @@ def update(text: str, ids: tuple[int, ...], so_far: int, index: int = 0, **more:
 
 def answer_to(call: NativeCall, **options: Any) -> NativeAnswer:
     ticks = iter(range(100))
-    return NativeAnswer(call, lambda token_id: f"<{token_id}>", num_drafts=0, now=lambda: float(next(ticks)), **options)
+    return NativeAnswer(
+        call,
+        lambda token_id: f"<{token_id}>",
+        num_drafts=0,
+        weight_version=lambda: "default",
+        now=lambda: float(next(ticks)),
+        **options,
+    )
 
 
 def test_one_text_is_one_input() -> None:

@@ -1,0 +1,97 @@
+"""What the whole engine was told: its pauses, its weights, and the change that is under way. The ledger says it to the next generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from srt.managers.scheduler.clients import Client
+from srt.managers.scheduler.core import SchedulerCore
+from srt.managers.scheduler.effects import Effect, Record, ToFrontend, ToWorkers
+from srt.managers.scheduler.pauses import Pauses
+from srt.managers.scheduler.worker_stream import EngineChange
+from srt.protocol.engine_work import EngineLedger, UpdateWeights, WeightsSource, WeightVersion
+from srt.protocol.messages import ControlReply, WorkPlan
+
+
+class EngineChanges:
+    """Owner of the ledger and of the one change that may be under way.
+
+    A change waits until no step is in flight, and no step is planned until all ranks have made it.
+    """
+
+    def __init__(self, ledger: EngineLedger) -> None:
+        """`ledger` is what the schedulers before this one were told."""
+        self._ledger = ledger  # as the supervisor knows it
+        self.pauses = Pauses(ledger.pauses)
+        self._change: EngineChange | None = None
+
+    @property
+    def weight_version(self) -> str:
+        return self._ledger.weight_version
+
+    @property
+    def keeps_steps_back(self) -> bool:
+        """True if no step may be planned."""
+        return self._change is not None or self.pauses.is_on
+
+    def record(self, frontends: Iterable[int]) -> list[Effect]:
+        """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
+        return self._become(self._ledger, frontends)
+
+    def rename_weights(self, client: Client, call: int, version: str, frontends: Iterable[int]) -> list[Effect]:
+        """Give the present weights another name, and answer the call that asks for it."""
+        effects = self._become(replace(self._ledger, weight_version=version), frontends)
+        return [*effects, ToFrontend(client.number, ControlReply(call, True, "", {}))]
+
+    def _become(self, ledger: EngineLedger, frontends: Iterable[int]) -> list[Effect]:
+        ledger = replace(ledger, pauses=self.pauses.entries())
+        before, self._ledger = self._ledger, ledger
+        effects: list[Effect] = []
+        if ledger != before:
+            effects.append(Record(ledger))
+        if ledger.weight_version != before.weight_version:
+            effects += [ToFrontend(number, WeightVersion(ledger.weight_version)) for number in frontends]
+        return effects
+
+    def ask_for_update(self, client: Client, asked: UpdateWeights, *, is_draining: bool) -> list[Effect]:
+        """Begin an update of the weights. Return its refusal; nothing if it is under way."""
+        if is_draining:
+            refusal = "Weights cannot be updated: the server is shutting down and finishes its requests."
+        elif self._change is not None:
+            refusal = "Weights cannot be updated now: another update is under way. Try again when it is done."
+        else:
+            self._change = EngineChange(client, asked.call, asked.work, asked.version)
+            return []
+        return [ToFrontend(client.number, ControlReply(asked.call, False, refusal, {}))]
+
+    def next_work(self, core: SchedulerCore) -> list[Effect]:
+        """Return the work for the workers, if a change waits for it and no step is in flight."""
+        change = self._change
+        if change is None or change.is_sent or core.stream.num_in_flight:
+            return []
+        plan = WorkPlan(core.stream.next_step, change.work)
+        core.stream.submit_change(change)
+        return [ToWorkers(plan)]
+
+    def finish(self, core: SchedulerCore, clients: dict[int, Client]) -> list[Effect]:
+        """End the change that all ranks have answered, and answer the call that asked for it, if its frontend is still there."""
+        change, self._change = self._change, None
+        assert change is not None, "no change is under way"
+        if change.errors:
+            return _answer(change, ControlReply(change.call, False, change.errors[0], {}), clients)
+        core.memory.retire(core.planner.running())
+        work = change.work
+        # What came as tensors is kept in no folder, and an update of some tensors makes a whole that is in none.
+        source = WeightsSource("", "") if work.is_partial else WeightsSource(work.folder, str(change.values["files"]))
+        version = change.version or self._ledger.weight_version
+        effects = self._become(replace(self._ledger, weights=source, weight_version=version), clients)
+        num_paused = core.planner.num_waiting + core.slots.num_used
+        reply = ControlReply(change.call, True, "", {"num_paused_requests": num_paused})
+        return [*effects, *_answer(change, reply, clients)]
+
+
+def _answer(change: EngineChange, reply: ControlReply, clients: dict[int, Client]) -> list[Effect]:
+    number = change.client.number
+    return [ToFrontend(number, reply)] if clients.get(number) is change.client else []

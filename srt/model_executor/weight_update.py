@@ -1,0 +1,64 @@
+"""Update a rank's weights while the server runs, on all ranks of a replica or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from srt.model_executor.loaded_model import LoadedModel, resolve_ops
+from srt.model_loader.weight_update import WeightUpdate
+from srt.models.causal_lm import CausalLM
+from srt.protocol.engine_work import LoadWeights
+from srt.utils.checkpoint import version_of
+from srt.utils.errors import StartError, UpdateError
+from srt.utils.model_config import ModelConfig
+
+
+def update_weights(loaded: LoadedModel, work: LoadWeights, report: Callable[[], None]) -> str:
+    """Replace this rank's weights by those in a folder; return the version of its files (`version_of`).
+
+    UpdateError on every rank if one of them cannot. Any other error leaves the weights mixed, so that the process must end. `report` is
+    called whenever there is progress.
+    """
+    update, files, error = None, "", ""
+    try:
+        _check_supported(loaded)
+        files = version_of(work.folder)
+        if not work.is_partial:
+            _check_config(loaded, work.folder)
+        ops = resolve_ops(loaded.args, loaded.device)
+        place = loaded.our_model, loaded.config, loaded.tp, ops, loaded.dtype, work.folder
+        update = WeightUpdate(*place, is_partial=work.is_partial, report=report)
+        update.check()
+        if version_of(work.folder) != files:
+            raise UpdateError(f"The files in {work.folder} were changed while they were read.")
+    except (UpdateError, StartError) as reason:
+        error = str(reason)
+    except (MemoryError, OSError, RuntimeError) as reason:  # among them PyTorch's for too little memory
+        error = f"The weights in {work.folder} cannot be loaded: {type(reason).__name__}: {reason}"
+    if not loaded.tp.min_int(int(not error)):
+        raise UpdateError(error or "Another rank could not load the weights.")
+    assert update is not None
+    update.write()
+    return files
+
+
+def _check_supported(loaded: LoadedModel) -> None:
+    """Raise UpdateError for models of which an update would not reach everything."""
+    if not isinstance(loaded.model, CausalLM):
+        raise UpdateError("Weights of models that the library transformers runs cannot be updated: restart the server.")
+    if loaded.device.type != "cpu":
+        raise UpdateError("Weights can be updated on a CPU only: restart the server with the new checkpoint.")
+    if loaded.pipeline.num_stages > 1:
+        raise UpdateError("Weights cannot be updated with --pp-size: restart the server with the new checkpoint.")
+    if loaded.kv_scales is not None:
+        raise UpdateError("Weights cannot be updated beside scales of keys and values: restart the server.")
+    if loaded.args.load_format == "dummy":
+        raise UpdateError("Weights cannot be updated with --load-format dummy: restart the server with a checkpoint.")
+
+
+def _check_config(loaded: LoadedModel, folder: str) -> None:
+    other = ModelConfig.served_from(folder, loaded.args)
+    # The type in which a checkpoint is stored is no matter: weights are converted to that of the server.
+    if replace(other, torch_dtype=loaded.config.torch_dtype).config_hash() != loaded.config.config_hash():
+        raise UpdateError(f"The config.json in {folder} describes another model than the one that is served.")

@@ -1,0 +1,161 @@
+"""Exchange a running model's weights in place for others of the same names and shapes.
+
+Each module's new weights are loaded beside the old ones and made ready to multiply as at a start. Then they are copied over the old ones,
+whose addresses stay the same: captured graphs and tables of addresses remain valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from srt.distributed.parallel_state import TensorParallel
+from srt.layers.adapters import AdaptedWeight
+from srt.layers.moe.packed_experts import PackedExperts
+from srt.layers.ops import LayerOps
+from srt.layers.quantization.weight import LinearWeight, PlainWeight
+from srt.layers.weights import WeightedModule, WeightPiece
+from srt.model_loader.loader import clear_padding, finish, materialize
+from srt.model_loader.safetensors_weights import check_checkpoint
+from srt.model_loader.weight_copy import copy_weights
+from srt.models.causal_lm import CausalLM
+from srt.utils.checkpoint import read_headers
+from srt.utils.model_config import ModelConfig
+from srt.utils.model_error import ModelError
+
+_Part = tuple[str, WeightedModule, list[WeightPiece]]
+
+
+class WeightUpdate:
+    """The weights in a folder, for a model that runs. `check` reads all of them and changes nothing; `write` puts them in place."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        tp: TensorParallel,
+        ops: LayerOps,
+        dtype: torch.dtype,
+        folder: str,
+        *,
+        is_partial: bool = False,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read what the files hold. `is_partial`: they may lack tensors of the model. `report` is called whenever there is progress."""
+        self._model = model
+        self._config = config
+        self._tp = tp
+        self._ops = ops
+        self._dtype = dtype
+        self._device = model.lm_head.weight.device
+        self._folder = Path(folder)
+        self._is_partial = is_partial
+        self._report = report
+        self._headers = read_headers(folder)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare names, shapes and types, then load every part and forget it again. ModelError says what does not fit."""
+        for part in self._parts():
+            self._load(*part)
+            _forget(part)
+
+    @torch.inference_mode()
+    def write(self) -> None:
+        """Put the new weights in place of the old ones. After an error they are a mixture of both, so the process must end."""
+        for part in self._parts():
+            for old, new in self._load(*part):
+                old.copy_(new)
+            _forget(part)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def _parts(self) -> Iterator[_Part]:
+        """Yield each module that has weights in these files, without memory, with its path and the pieces of its weights."""
+        with torch.device("meta"):
+            new = CausalLM(self._config, self._tp, self._ops).eval()
+        pieces = new.weight_pieces(self._headers)
+        check_checkpoint(self._folder, self._config, self._headers, pieces, is_partial=self._is_partial)
+        of_owner: dict[int, list[WeightPiece]] = {}
+        for piece in pieces:
+            of_owner.setdefault(id(piece.owner), []).append(piece)
+        for path, module in list(new.named_modules()):
+            if isinstance(module, WeightedModule):
+                own = [piece for inner in module.modules() for piece in of_owner.get(id(inner), [])]
+                if any(piece.name in self._headers for piece in own):
+                    yield path, module, own
+
+    def _load(self, path: str, new: WeightedModule, pieces: list[WeightPiece]) -> list[tuple[Tensor, Tensor]]:
+        """Load a part. Return its tensors, each behind the one of the running model that it replaces."""
+        old = self._model.get_submodule(path)
+        missing = [p.name for p in pieces if p.name not in self._headers and not p.is_optional]
+        if missing:
+            _check_plain(path, new, missing)
+        materialize(new, self._dtype, self._device)
+        clear_padding(pieces)
+        if missing:
+            for theirs, ours in _pairs(path, old, new):
+                ours.copy_(theirs)
+        stored = [piece for piece in pieces if piece.name in self._headers]
+        if (
+            self._device.type == "cuda"
+        ):  # copies run on other streams, and must not meet what is still under way on this one
+            torch.cuda.current_stream(self._device).synchronize()
+        copy_weights(self._headers, stored, self._device, lambda done, total: self._report())
+        finish(new, self._dtype, self._device)
+        return list(_pairs(path, old, new))
+
+
+def _check_plain(path: str, new: WeightedModule, missing: list[str]) -> None:
+    """Raise ModelError if a part with quantised weights lacks tensors: they are quantised together."""
+    if any(isinstance(one, LinearWeight | PackedExperts) and not isinstance(one, PlainWeight) for one in new.modules()):
+        raise ModelError(
+            f"The weights of {path} are quantised together: send {', '.join(missing[:5])} with the others."
+        )
+
+
+def _forget(part: _Part) -> None:
+    """Free the memory of a part that is not used any more, though the model around it still refers to it."""
+    for module in list(part[1].modules()):
+        vars(module).clear()
+
+
+def _pairs(path: str, old: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors of two finished parts of a model, also those that products of quantised weights hold, that belong together.
+
+    ModelError if the parts store their weights in different forms, as packed weights with and without zero points do.
+    """
+    if isinstance(old, AdaptedWeight):
+        old = old.inner
+    if old is new:
+        return
+    is_alike = isinstance(old, Tensor) == isinstance(new, Tensor) and (old is None) == (new is None)
+    if isinstance(new, Tensor) and is_alike:
+        is_alike = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+    if not is_alike:
+        raise ModelError(
+            f"The weights of {path} would be stored in another form than now: start the server anew for them."
+        )
+    if isinstance(new, Tensor):
+        yield old.detach(), new.detach()
+    theirs, ours = _inner(old), _inner(new)
+    for key in dict.fromkeys((*theirs, *ours)):
+        yield from _pairs(path, theirs.get(key), ours.get(key))
+
+
+def _inner(value: Any) -> Mapping[Any, Any]:
+    """Return what a module, a record or a collection holds, by name or number."""
+    if isinstance(value, nn.Module):
+        own = {k: v for k, v in vars(value).items() if not isinstance(v, dict)}
+        return {**own, **dict(value.named_children()), **dict(value.named_parameters(recurse=False))}
+    if dataclasses.is_dataclass(value):
+        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,147 @@
+"""Weights of a real server are updated under load, and its processes are killed before, during and after it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.faults.test_replacement import SCHEDULER, WORKER, Trigger, streamed, victim_of, words_for
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.runners import make_runner
+from tests.support.server_process import END_S, ServerProcess
+
+pytestmark = pytest.mark.e2e
+
+LENGTH = 60
+GREEDY = {"temperature": 0, "max_new_tokens": LENGTH, "ignore_eos": True}
+PROMPTS = [[7, 8, 9, number] for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def server(qwen3_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two ranks, two frontends."""
+    words = [*words_for(qwen3_checkpoint), "--max-replacements", "1000"]
+    with ServerProcess("srt.launch_server", words, tmp_path_factory.mktemp("updated")) as process:
+        process.wait_ready()
+        yield process
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0, process.lines
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: CheckpointFactory) -> list[Path]:
+    """The checkpoint that the server begins with, and another one of the same shape."""
+    return [checkpoint("qwen3"), checkpoint("qwen3", seed=1)]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: list[Path]) -> list[list[list[int]]]:
+    """The tokens of each checkpoint for the prompts."""
+    found = []
+    for folder in folders:
+        jobs = [Job(prompt, greedy(LENGTH)) for prompt in PROMPTS]
+        PlanDriver(make_runner(folder, 16, dtype="float32"), 16).run(jobs)
+        found.append([job.outputs for job in jobs])
+    return found
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.wait_ready()}{path}", json=body, timeout=2 * END_S)
+
+
+def update(server: ServerProcess, folder: Path, **body: Any) -> httpx.Response:
+    return post(server, "/update_weights_from_disk", {"model_path": str(folder), **body})
+
+
+def answers(server: ServerProcess, version: str) -> list[list[int]]:
+    found = post(server, "/generate", {"input_ids": PROMPTS, "sampling_params": GREEDY}).json()
+    assert {answer["meta_info"]["weight_version"] for answer in found} == {version}
+    return [answer["output_ids"] for answer in found]
+
+
+def under_load(server: ServerProcess, action: Any) -> list[dict[str, Any]]:
+    """Run the prompts, do something when they have begun, and return the last chunk of each."""
+    begun = Trigger(3, action)
+    url = server.wait_ready()
+    bodies = [{"input_ids": prompt, "sampling_params": GREEDY} for prompt in PROMPTS]
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        return [chunks[0] for chunks in pool.map(lambda body: streamed(url, body, begun), bodies)]
+
+
+def check_continued(server: ServerProcess, chunk: dict[str, Any], prompt: list[int], old: list[int]) -> None:
+    """The output begins as the old weights' and goes on as the new ones would behind what there was."""
+    ids = chunk["output_ids"]
+    kept = next((n for n, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other), LENGTH)
+    rest = {**GREEDY, "max_new_tokens": LENGTH - kept}
+    again = post(server, "/generate", {"input_ids": prompt + ids[:kept], "sampling_params": rest}).json()
+    assert 0 < kept < LENGTH and again["output_ids"] == ids[kept:]
+
+
+def test_running_requests_go_on_with_the_new_weights(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    assert answers(server, "default") == expected[0]
+    done: list[httpx.Response] = []
+    chunks = under_load(server, lambda: done.append(update(server, folders[1], weight_version="one")))
+    assert done[0].status_code == 200 and done[0].json()["num_paused_requests"] > 0, done[0].text
+    for chunk, prompt, old in zip(chunks, PROMPTS, expected[0], strict=True):
+        assert chunk["meta_info"]["weight_version"] == "one"
+        check_continued(server, chunk, prompt, old)
+    assert answers(server, "one") == expected[1]
+
+
+def test_an_update_may_end_what_runs(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    before = answers(server, update(server, folders[0], weight_version="zero").json()["success"] and "zero")
+    chunks = under_load(server, lambda: update(server, folders[1], weight_version="one", abort_all_requests=True))
+    for chunk, old in zip(chunks, before, strict=True):
+        ids = chunk["output_ids"]
+        assert chunk["meta_info"]["finish_reason"]["type"] == "abort" and ids == old[: len(ids)]
+    assert (before, answers(server, "one")) == (expected[0], expected[1])
+
+
+def test_a_replaced_worker_has_the_new_weights(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    assert update(server, folders[1], weight_version="one").status_code == 200
+    victim_of(server, WORKER).kill()
+    assert answers(server, "one") == expected[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("module", [WORKER, SCHEDULER])
+def test_an_update_outlives_the_death_of_a_process(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]], module: str
+) -> None:
+    assert update(server, folders[0], weight_version="zero").status_code == 200
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(update, server, folders[1], weight_version="one")
+        victim_of(server, module).kill()
+        done = updating.result()
+    if done.status_code == 503:  # it came while there was no scheduler
+        generated = post(server, "/generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 1}})
+        assert generated.status_code == 200  # it waited for the next one
+        done = update(server, folders[1], weight_version="one")
+    assert done.status_code == 200, done.text
+    victim_of(server, module).kill()
+    assert answers(server, "one") == expected[1]
+
+
+def test_a_failing_update_leaves_the_old_weights(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]], checkpoint: CheckpointFactory
+) -> None:
+    assert update(server, folders[1], weight_version="one").status_code == 200
+    refused = update(server, checkpoint("qwen3", num_layers=1), weight_version="two")
+    assert refused.status_code == 400 and "describes another model" in refused.text
+    assert update(server, folders[1] / "absent").status_code == 400
+    assert answers(server, "one") == expected[1]
+    assert post(server, "/update_weight_version", {"new_version": "three"}).status_code == 200
+    assert answers(server, "three") == expected[1]
