@@ -32,7 +32,7 @@ CONTROL_MUTATIONS = (
     Mutation(
         "a call to continue is answered before it is recorded",
         "managers/scheduler/scheduler.py",
-        'return [*self._record(), ToFrontend(number, ControlReply(call, True, "", {}))]',
+        'return [*self._changes.record(self._clients), ToFrontend(number, ControlReply(call, True, "", {}))]',
         'return [ToFrontend(number, ControlReply(call, True, "", {}))]',
     ),
     Mutation(

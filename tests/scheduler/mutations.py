@@ -131,7 +131,7 @@ MORE_MUTATIONS = (
     ),
     Mutation(
         "nobody is alone",
-        "managers/scheduler/scheduler.py",
+        "managers/scheduler/core.py",
         "LastWord(rids, choices, len(incarnations) == 1)",
         "LastWord(rids, choices, False)",
     ),
