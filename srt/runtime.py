@@ -212,6 +212,15 @@ class Runtime:
         }
         return self._engine.run(self._engine.update_weights(body))
 
+    def update_weights_from_tensor(
+        self, safetensors: bytes, abort_all_requests: bool = False, weight_version: str = ""
+    ) -> UpdatedWeights:
+        """Replace the weights in a safetensors file, as `safetensors.torch.save` returns it; the others stay as they are.
+
+        Processes cannot be replaced afterwards, because no folder has these weights, until `update_weights_from_disk` is called.
+        """
+        return self._engine.run(self._engine.update_tensors(safetensors, weight_version, abort_all_requests))
+
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> RenamedWeights:
         """Give the present weights another name, after ending all requests unless `abort_all_requests` is false."""
         body = {"new_version": new_version, "abort_all_requests": abort_all_requests}

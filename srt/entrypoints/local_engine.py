@@ -27,7 +27,7 @@ from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_genera
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
-from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody, rename, update_from_disk
+from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody, rename, update_from_disk, update_from_tensors
 from srt.managers.tokenizer_manager import request_watch
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
@@ -220,6 +220,9 @@ class LocalEngine:
 
     async def update_weights(self, body: dict[str, Any]) -> UpdatedWeights:
         return await update_from_disk(UpdateFromDiskBody.parse(body), self._service)
+
+    async def update_tensors(self, file: bytes, version: str, aborts: bool) -> UpdatedWeights:
+        return await update_from_tensors(file, version, self._service, aborts=aborts)
 
     async def rename_weights(self, body: dict[str, Any]) -> RenamedWeights:
         return await rename(RenameBody.parse(body), self._service)

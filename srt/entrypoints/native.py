@@ -41,7 +41,6 @@ UNSUPPORTED = {
             "/init_weights_update_group",
             "/destroy_weights_update_group",
             "/update_weights_from_distributed",
-            "/update_weights_from_tensor",
             "/update_weights_from_ipc",
             "/begin_weight_update",
             "/end_weight_update",

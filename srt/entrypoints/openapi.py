@@ -55,7 +55,7 @@ STATUSES = {
     403: "The admin API key is needed, or the origin of the web page is not allowed.",
     404: "There is no such model or response.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not of the type that the route reads: JSON, unless it says otherwise.",
     429: "The queue is full: try again after the seconds that Retry-After says.",
     500: "The server failed with an internal error: its log has the details.",
     501: "The server does not support this; the message says why.",
@@ -74,6 +74,7 @@ class Operation:
     answer: Any = None  # type of a 200's JSON, or its schema; None: no JSON
     content: str = JSON  # content type of a 200's body; empty: no body
     body: type[RequestBody] | None = None
+    file: str = ""  # content type of a body that is a file
     query: Mapping[str, tuple[Schema, str]] = field(default_factory=dict)
     errors: tuple[int, ...] = (503,)
     chunk: Any = None  # type of a stream's events, if the body may ask for a stream
@@ -211,6 +212,19 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         weights.update_weights_from_disk: Operation(
             "Weights", answers.UpdatedWeights, body=weights.UpdateFromDiskBody, errors=(*_BODY, 503)
         ),
+        weights.update_weights_from_tensor: Operation(
+            "Weights",
+            answers.UpdatedWeights,
+            file=weights.TENSORS,
+            query={
+                weights.VERSION: (
+                    {"type": "string"},
+                    "The name of the weights from then on; unchanged if it is empty.",
+                ),
+                weights.ABORTS: ({"enum": ["true", "false"]}, "End what runs."),
+            },
+            errors=(*_BODY, 503),
+        ),
         weights.update_weight_version: Operation(
             "Weights", answers.RenamedWeights, body=weights.RenameBody, errors=(*_BODY, 503)
         ),
@@ -334,6 +348,9 @@ def _operation(path: str, method: str, handler: Handler) -> dict[str, Any]:
         written["security"] = [{"key": []}, {"x-api-key": []}, {}]
     if known.body is not None and method != "GET":
         written["requestBody"] = {"required": True, "content": {JSON: {"schema": body_schema(known.body)}}}
+    if known.file:
+        schema = {"type": "string", "format": "binary"}
+        written["requestBody"] = {"required": True, "content": {known.file: {"schema": schema}}}
     return written
 
 

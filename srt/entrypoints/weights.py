@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
 from srt.entrypoints.answers import RenamedWeights, UpdatedWeights
@@ -11,7 +14,9 @@ from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.request_schema import NAME, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.managers.tokenizer_manager.request_checks import check_label
 from srt.protocol.engine_work import LoadWeights
+from srt.sampling.parameter_checks import show
 
 
 class UpdateFromDiskBody(RequestBody):
@@ -36,6 +41,11 @@ class UpdateFromDiskBody(RequestBody):
     )
 
 
+TENSORS = "application/octet-stream"
+MAX_TENSOR_BYTES = 1 << 30
+VERSION, ABORTS = "weight_version", "abort_all_requests"  # parameters of /update_weights_from_tensor
+
+
 class RenameBody(RequestBody):
     """POST /update_weight_version."""
 
@@ -48,6 +58,29 @@ class RenameBody(RequestBody):
 async def update_weights_from_disk(exchange: Exchange, service: Service) -> None:
     """Replace the weights of all replicas by another checkpoint's. A 400 says what does not fit, and leaves the old weights whole."""
     await exchange.send_json(await update_from_disk(UpdateFromDiskBody.parse(await exchange.read_json()), service))
+
+
+async def update_weights_from_tensor(exchange: Exchange, service: Service) -> None:
+    """Replace the weights that the body has, a safetensors file with names of the checkpoint, and keep the others.
+
+    A model may come in several calls: pause generation before the first one, and continue it after the last one.
+    """
+    query = exchange.query()
+    unknown = query.keys() - {VERSION, ABORTS}
+    if unknown:
+        raise bad_parameter(min(unknown)[:100], "is not a known parameter")
+    kind = (exchange.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != TENSORS.encode():
+        raise RequestError(
+            415, f"Content-Type must be {TENSORS}: the body is a safetensors file, because pickles are never read."
+        )
+    aborts = query.get(ABORTS, "false").lower()
+    if aborts not in ("true", "false"):
+        raise bad_parameter(ABORTS, f"must be true or false, not {show(aborts)}")
+    version = query.get(VERSION, "")
+    check_label(VERSION, version)
+    body = await exchange.read_body(MAX_TENSOR_BYTES)
+    await exchange.send_json(await update_from_tensors(body, version, service, aborts=aborts == "true"))
 
 
 async def update_weight_version(exchange: Exchange, service: Service) -> None:
@@ -71,6 +104,26 @@ async def update_from_disk(body: UpdateFromDiskBody, service: Service) -> Update
         "message": f"The weights are those in {work.folder}.",
         "num_paused_requests": num_paused,
     }
+
+
+async def update_from_tensors(file: bytes, version: str, service: Service, *, aborts: bool) -> UpdatedWeights:
+    """Replace the weights that this safetensors file has. The workers read it in a folder that is deleted afterwards."""
+    assert service.run_dir is not None, "a server's processes share a folder"
+    folder = await asyncio.to_thread(_stored, file, service.run_dir)
+    try:
+        work = LoadWeights(folder, is_partial=True)
+        done, sentence, num_paused = await service.engine().update_weights(work, version, aborts)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    if not done:
+        raise RequestError(400, sentence.replace(f"The checkpoint {folder}", "The body").replace(folder, "the body"))
+    return {"success": True, "message": "The tensors are in place.", "num_paused_requests": num_paused}
+
+
+def _stored(file: bytes, run_dir: Path) -> str:
+    folder = tempfile.mkdtemp(prefix="tensors-", dir=run_dir)
+    Path(folder, "model.safetensors").write_bytes(file)
+    return folder
 
 
 def _folder(path: str) -> str:

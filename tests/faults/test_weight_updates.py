@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save
 
 from tests.faults.test_replacement import SCHEDULER, WORKER, Trigger, streamed, victim_of, words_for
 from tests.support.checkpoints import CheckpointFactory
@@ -145,3 +146,31 @@ def test_a_failing_update_leaves_the_old_weights(
     assert answers(server, "one") == expected[1]
     assert post(server, "/update_weight_version", {"new_version": "three"}).status_code == 200
     assert answers(server, "three") == expected[1]
+
+
+def test_tensors_are_taken_by_name_and_the_others_stay(
+    server: ServerProcess, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    """In two parts, in a pause; the last test, because nothing can be replaced behind it."""
+    assert update(server, folders[0], weight_version="zero").status_code == 200
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    assert post(server, "/pause_generation", {"mode": "retract"}).status_code == 200
+    for part in (names[::2], names[1::2]):
+        answer = post_file(server, save({name: tensors[name] for name in part}))
+        assert answer.status_code == 200, answer.text
+    assert post(server, "/continue_generation", {}).status_code == 200
+    assert answers(server, "one") == expected[1]
+    refused = post_file(server, save({"model.norm.weight": tensors["model.norm.weight"][1:]}))
+    assert refused.status_code == 400 and "of the wrong shape is model.norm.weight" in refused.text
+    refused = post_file(server, b"no safetensors file")
+    assert refused.status_code == 400, refused.text
+    assert post(server, "/update_weights_from_tensor", {"serialized_named_tensors": []}).status_code == 415
+    assert answers(server, "one") == expected[1]
+    assert update(server, folders[0]).status_code == 200
+
+
+def post_file(server: ServerProcess, file: bytes) -> httpx.Response:
+    url = f"{server.wait_ready()}/update_weights_from_tensor"
+    headers = {"content-type": "application/octet-stream"}
+    return httpx.post(url, content=file, params={"weight_version": "one"}, headers=headers, timeout=END_S)
