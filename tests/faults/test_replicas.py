@@ -26,6 +26,7 @@ from tests.faults.test_replacement import (
     streamed,
     victim_of,
 )
+from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import END_S, ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -127,6 +128,31 @@ def test_the_other_replica_goes_on_with_what_a_killed_one_had(
     assert httpx.get(f"{url}/ready", timeout=END_S).status_code == 200  # the other one is enough
     server.wait_for("at work again", again + 1)
     check_books(url)
+
+
+def test_both_replicas_get_new_weights_and_a_killed_one_has_them_again(
+    url: str, server: ServerProcess, undisturbed: list[Chunks], qwen3_checkpoint: Path, checkpoint: CheckpointFactory
+) -> None:
+    def update(folder: Path, version: str) -> None:
+        body = {"model_path": str(folder), "weight_version": version}
+        answer = httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=END_S)
+        assert answer.status_code == 200, answer.text
+
+    def of_replicas() -> list[Any]:
+        chunks = [streamed(url, {**BODIES[0], "routed_dp_rank": replica})[0] for replica in (0, 1)]
+        assert [chunk["meta_info"]["dp_rank"] for chunk in chunks] == [0, 1]
+        return [(chunk["output_ids"], chunk["meta_info"]["weight_version"]) for chunk in chunks]
+
+    update(checkpoint("qwen3", seed=1), "one")
+    updated = of_replicas()
+    assert updated[0] == updated[1] and updated[0][0] != undisturbed[0][0]["output_ids"]
+    again = len(server.lines_with("at work again"))
+    victim_of(server, WORKER, 1).kill()
+    server.wait_for("at work again", again + 1)
+    check_books(url)
+    assert of_replicas() == updated
+    update(qwen3_checkpoint, "default")
+    assert of_replicas() == [(undisturbed[0][0]["output_ids"], "default")] * 2
 
 
 @pytest.mark.full

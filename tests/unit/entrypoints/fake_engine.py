@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from srt.managers.tokenizer_manager.request_checks import (
     num_kept_tokens,
 )
 from srt.managers.tokenizer_manager.tokenizer_manager import TokenizerManager
+from srt.protocol.engine_work import LoadWeights
 from srt.protocol.messages import ControlReply, EngineLost, EngineReplaced, Load, Scalar, SchedulerHello
 from srt.sampling.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
@@ -127,6 +129,9 @@ class FakeEngine:
         self.num_flushes_refused = 0
         self.why_not_paused = ""
         self.paused = ""  # or the mode
+        self.updates: list[tuple[LoadWeights, str, bool]] = []
+        self.update_files: dict[str, bytes] = {}  # of the latest
+        self.why_not_updated = ""
         self.difference = ""  # between the processes' tables
         self.text: Any = self  # it is its own codec
         self.counters: dict[str, Scalar] = {
@@ -245,6 +250,14 @@ class FakeEngine:
         self.paused = mode
         return not self.why_not_paused, self.why_not_paused
 
+    async def update_weights(self, work: LoadWeights, version: str, aborts: bool) -> tuple[bool, str, int]:
+        self.updates.append((work, version, aborts))
+        self.update_files = _files_in(work.folder)
+        return not self.why_not_updated, self.why_not_updated.replace("FOLDER", work.folder), 3
+
+    async def rename_weights(self, version: str) -> None:
+        self.limits = replace(self.limits, weight_version=version)
+
     async def resume(self) -> None:
         self.paused = ""
 
@@ -343,6 +356,10 @@ def _prompt_logprobs(ids: list[int], start: int, top: int) -> tuple[TokenLogprob
         return ()
     all_of_them = [TokenLogprob(None, ids[0]), *(token_logprob(token_id, top) for token_id in ids[1:])]
     return tuple(all_of_them[start:])
+
+
+def _files_in(folder: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
 
 
 class World:
