@@ -96,6 +96,8 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     "pause": {"sglang": ((SGLANG_IO, "PauseGenerationReqInput"),)},
     "continue": {"sglang": ((SGLANG_IO, "ContinueGenerationReqInput"),)},
     "update_weights_from_disk": {"sglang": ((SGLANG_IO, "UpdateWeightFromDiskReqInput"),)},
+    "weights_checker": {"sglang": ((SGLANG_IO, "CheckWeightsReqInput"),)},
+    "get_weights_by_name": {"sglang": ((SGLANG_IO, "GetWeightsByNameReqInput"),)},
     "update_weight_version": {"sglang": ((SGLANG_IO, "UpdateWeightVersionReqInput"),)},
     "load_lora_adapter": {
         "sglang": ((SGLANG_IO, "LoadLoRAAdapterReqInput"),),

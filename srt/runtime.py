@@ -19,7 +19,7 @@ from srt.server_args import ArgumentError, ServerArgs, from_keywords
 from srt.utils.checkpoint import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from srt.entrypoints.answers import RenamedWeights, UpdatedWeights
+    from srt.entrypoints.answers import RenamedWeights, UpdatedWeights, WeightHashes
     from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
 
 HTTP_ONLY = (
@@ -220,6 +220,14 @@ class Runtime:
         Processes cannot be replaced afterwards, because no folder has these weights, until `update_weights_from_disk` is called.
         """
         return self._engine.run(self._engine.update_tensors(safetensors, weight_version, abort_all_requests))
+
+    def weights_checker(self) -> WeightHashes:
+        """Return a hash of each weight of each rank, as POST /weights_checker does."""
+        return self._engine.run(self._engine.weight_hashes())
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """Return the first rows of one tensor of the checkpoint."""
+        return self._engine.run(self._engine.named_weight({"name": name, "truncate_size": truncate_size}))
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> RenamedWeights:
         """Give the present weights another name, after ending all requests unless `abort_all_requests` is false."""

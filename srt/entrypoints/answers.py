@@ -301,6 +301,18 @@ class UpdatedWeights(TypedDict):
     num_paused_requests: Annotated[Count, "Requests that waited for the update, and go on with the new weights."]
 
 
+class RankHashes(TypedDict):
+    dp_rank: Annotated[Count, "The number of the replica."]
+    rank: Annotated[Count, "The number of the rank in its replica."]
+    checksums: Annotated[dict[str, str], "The hash of each of the rank's weights, by its name in the server."]
+
+
+class WeightHashes(TypedDict):
+    success: Annotated[Literal[True], "Always true: a refusal has another status."]
+    message: Annotated[str, "One sentence that says what was done."]
+    ranks: Annotated[list[RankHashes], "The hashes of each rank."]
+
+
 class RenamedWeights(TypedDict):
     success: Annotated[Literal[True], "Always true: a refusal has another status."]
     message: Annotated[str, "One sentence that says what was done."]

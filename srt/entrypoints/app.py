@@ -78,6 +78,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/abort_request": {"POST": native.abort_request},
     "/update_weights_from_disk": {"POST": weights.update_weights_from_disk},
     "/update_weights_from_tensor": {"POST": weights.update_weights_from_tensor},
+    "/weights_checker": {"POST": weights.weights_checker},
+    "/get_weights_by_name": {"POST": weights.get_weights_by_name},
     "/update_weight_version": {"POST": weights.update_weight_version},
     **{path: {"POST": adapters.load_lora_adapter} for path in ("/load_lora_adapter", "/v1/load_lora_adapter")},
     **{path: {"POST": adapters.unload_lora_adapter} for path in ("/unload_lora_adapter", "/v1/unload_lora_adapter")},

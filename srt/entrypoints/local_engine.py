@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody, load, unload
-from srt.entrypoints.answers import Generated, RenamedWeights, UpdatedWeights
+from srt.entrypoints.answers import Generated, RenamedWeights, UpdatedWeights, WeightHashes
 from srt.entrypoints.embeddings.answer_types import Encoded, Ranked, Scores
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EncodeBody, RerankBody, ScoreBody
 from srt.entrypoints.embeddings.embedding_routes import encoded, encoded_answer
@@ -27,7 +27,16 @@ from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_genera
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
-from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody, rename, update_from_disk, update_from_tensors
+from srt.entrypoints.weights import (
+    NamedBody,
+    RenameBody,
+    UpdateFromDiskBody,
+    checksums,
+    named_weight,
+    rename,
+    update_from_disk,
+    update_from_tensors,
+)
 from srt.managers.tokenizer_manager import request_watch
 from srt.managers.tokenizer_manager.api_types import ChoiceUpdate, EngineDied, RequestError
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
@@ -223,6 +232,12 @@ class LocalEngine:
 
     async def update_tensors(self, file: bytes, version: str, aborts: bool) -> UpdatedWeights:
         return await update_from_tensors(file, version, self._service, aborts=aborts)
+
+    async def weight_hashes(self) -> WeightHashes:
+        return await checksums(self._service)
+
+    async def named_weight(self, body: dict[str, Any]) -> list[Any]:
+        return await named_weight(NamedBody.parse(body), self._service)
 
     async def rename_weights(self, body: dict[str, Any]) -> RenamedWeights:
         return await rename(RenameBody.parse(body), self._service)

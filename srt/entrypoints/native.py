@@ -44,8 +44,6 @@ UNSUPPORTED = {
             "/update_weights_from_ipc",
             "/begin_weight_update",
             "/end_weight_update",
-            "/get_weights_by_name",
-            "/weights_checker",
         ),
         "cannot replace weights in this way while running: /update_weights_from_disk reads a checkpoint",
     ),

@@ -225,6 +225,12 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
             },
             errors=(*_BODY, 503),
         ),
+        weights.weights_checker: Operation(
+            "Weights", answers.WeightHashes, body=weights.CheckBody, errors=(*_BODY, 503)
+        ),
+        weights.get_weights_by_name: Operation(
+            "Weights", {"type": "array"}, body=weights.NamedBody, errors=(*_BODY, 503)
+        ),
         weights.update_weight_version: Operation(
             "Weights", answers.RenamedWeights, body=weights.RenameBody, errors=(*_BODY, 503)
         ),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
-from srt.entrypoints.answers import RenamedWeights, UpdatedWeights
+import orjson
+
+from srt.entrypoints.answers import RankHashes, RenamedWeights, UpdatedWeights, WeightHashes
 from srt.entrypoints.exchange import Exchange
 from srt.entrypoints.request_schema import NAME, RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.managers.tokenizer_manager.request_checks import check_label
-from srt.protocol.engine_work import LoadWeights
+from srt.protocol.engine_work import InspectWeights, LoadWeights
+from srt.protocol.messages import ControlReply, Scalar
 from srt.sampling.parameter_checks import show
 
 
@@ -46,6 +50,9 @@ MAX_TENSOR_BYTES = 1 << 30
 VERSION, ABORTS = "weight_version", "abort_all_requests"  # parameters of /update_weights_from_tensor
 
 
+MAX_ROWS = 1000
+
+
 class RenameBody(RequestBody):
     """POST /update_weight_version."""
 
@@ -53,6 +60,34 @@ class RenameBody(RequestBody):
 
     new_version: str = described("The name of the weights.", ..., string=NAME)
     abort_all_requests: bool = described("End what runs, so that no answer is of two names.", True)
+
+
+class CheckBody(RequestBody):
+    """POST /weights_checker."""
+
+    FAMILY: ClassVar[str] = "weights_checker"
+
+    action: Literal["checksum"] = described("What to do: return a hash of each weight.", "checksum")
+
+
+class NamedBody(RequestBody):
+    """POST /get_weights_by_name."""
+
+    FAMILY: ClassVar[str] = "get_weights_by_name"
+
+    name: str = described("The name of a tensor in the checkpoint.", ..., string={"minLength": 1})
+    truncate_size: int = described("The number of its first rows to return.", 100, minimum=1, maximum=MAX_ROWS)
+
+
+async def weights_checker(exchange: Exchange, service: Service) -> None:
+    """Return a hash of each weight, as each rank of each replica holds it. Ranks have parts of most weights."""
+    CheckBody.parse(await exchange.read_json(if_empty={}))
+    await exchange.send_json(await checksums(service))
+
+
+async def get_weights_by_name(exchange: Exchange, service: Service) -> None:
+    """Return the first rows of one tensor of the checkpoint. Tensors that are quantised or stacked are refused."""
+    await exchange.send_json(await named_weight(NamedBody.parse(await exchange.read_json()), service))
 
 
 async def update_weights_from_disk(exchange: Exchange, service: Service) -> None:
@@ -86,6 +121,44 @@ async def update_weights_from_tensor(exchange: Exchange, service: Service) -> No
 async def update_weight_version(exchange: Exchange, service: Service) -> None:
     """Give the present weights another name, which answers have as weight_version."""
     await exchange.send_json(await rename(RenameBody.parse(await exchange.read_json()), service))
+
+
+async def checksums(service: Service) -> WeightHashes:
+    replies = await service.engine().inspect_weights(InspectWeights())
+    ranks: list[RankHashes] = []
+    for replica, reply in replies.items():
+        _check_done(reply)
+        for rank, values in sorted(_by_rank(reply).items()):
+            hashes = {name: str(value) for name, value in values.items()}
+            ranks.append({"dp_rank": replica, "rank": rank, "checksums": hashes})
+    return {"success": True, "message": f"These are the weights of {len(ranks)} ranks.", "ranks": ranks}
+
+
+async def named_weight(body: NamedBody, service: Service) -> list[Any]:
+    """Return rows of the tensor, or elements if it is a vector, put together from the parts of the ranks of one replica."""
+    if not 1 <= body.truncate_size <= MAX_ROWS:
+        raise bad_parameter("truncate_size", f"must be from 1 to {MAX_ROWS}")
+    replies = await service.engine().inspect_weights(InspectWeights(body.name, body.truncate_size))
+    reply = next(iter(replies.values()))
+    _check_done(reply)
+    parts = {int(str(part["start"])): part for part in _by_rank(reply).values()}  # ranks may have the same part
+    rows = [orjson.loads(str(parts[start]["rows"])) for start in sorted(parts)]
+    if next(iter(parts.values()))["dim"] == 0:
+        return list(itertools.chain.from_iterable(rows))[: body.truncate_size]
+    return [list(itertools.chain.from_iterable(of_row)) for of_row in zip(*rows, strict=True)]
+
+
+def _check_done(reply: ControlReply) -> None:
+    if not reply.ok:
+        raise RequestError(400, reply.message)
+
+
+def _by_rank(reply: ControlReply) -> dict[int, dict[str, Scalar]]:
+    ranks: dict[int, dict[str, Scalar]] = {}
+    for key, value in reply.values.items():
+        rank, _, name = key.partition(" ")
+        ranks.setdefault(int(rank), {})[name] = value
+    return ranks
 
 
 async def update_from_disk(body: UpdateFromDiskBody, service: Service) -> UpdatedWeights:

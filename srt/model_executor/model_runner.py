@@ -22,8 +22,9 @@ from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
+from srt.model_executor.weight_inspection import inspect_weights
 from srt.model_executor.weight_update import update_weights
-from srt.protocol.engine_work import LoadWeights
+from srt.protocol.engine_work import InspectWeights, LoadWeights
 from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -97,6 +98,11 @@ class ModelRunner:
         if step is not None:
             step.read_weights_again()
         return files
+
+    @torch.inference_mode()
+    def inspect_weights(self, work: InspectWeights, report: Callable[[], None]) -> dict[str, Scalar]:
+        """Return hashes of the weights, or values of one (weight_inspection.py)."""
+        return inspect_weights(self.loaded, work, report)
 
     @property
     def max_row_tokens(self) -> int:

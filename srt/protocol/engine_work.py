@@ -36,7 +36,18 @@ class LoadWeights(Wire, frozen=True, tag=4):
     is_partial: bool = False
 
 
-Work = ResetTables | InspectTables | CaptureGraph | LoadWeights
+class InspectWeights(Wire, frozen=True, tag=5):
+    """Look at the weights. Without a name WorkDone reports a hash of each of the rank's parameters.
+
+    With the name of a tensor of the checkpoint it reports the JSON of the first `num_rows` rows of the rank's part, and where the part
+    begins: at `start`, along the dimension `dim`.
+    """
+
+    name: str = ""
+    num_rows: int = 0
+
+
+Work = ResetTables | InspectTables | CaptureGraph | LoadWeights | InspectWeights
 
 
 # ---- The ledger
@@ -68,14 +79,14 @@ class EngineLedger(Wire, frozen=True):
 
 
 class UpdateWeights(Wire, frozen=True, tag=12):
-    """Replace the weights, and forget all cached prefixes. Answered by ControlReply when all ranks have done it, or none of them.
+    """Replace the weights, and forget all cached prefixes; or look at them. Answered by ControlReply when all ranks have done it, or none.
 
     Meanwhile no step is planned. Running requests are ended if `aborts`. Otherwise, unless a pause keeps them where they are, they are
-    preempted, so that all of their keys and values are computed again.
+    preempted, so that all of their keys and values are computed again. Those who look on change nothing.
     """
 
     call: int
-    work: LoadWeights
+    work: LoadWeights | InspectWeights
     version: str  # the name of the weights from then on; empty: unchanged
     aborts: bool
 

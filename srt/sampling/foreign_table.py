@@ -273,6 +273,14 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "recapture_cuda_graph": {"sglang": (False,)}, "rid": {"sglang": (None,)}, "token_step": {"sglang": (0,)},
         "torch_empty_cache": {"sglang": (False,)}, "weight_version": {"sglang": (None,)},
     },
+    "weights_checker": {
+        "action": {"sglang": ("checksum",)}, "allow_quant_error": {"sglang": (False,)},
+        "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)},
+    },
+    "get_weights_by_name": {
+        "http_worker_ipc": {"sglang": (None,)}, "name": {"sglang": ()}, "rid": {"sglang": (None,)},
+        "truncate_size": {"sglang": (100,)},
+    },
     "update_weight_version": {
         "abort_all_requests": {"sglang": (True,)}, "http_worker_ipc": {"sglang": (None,)},
         "new_version": {"sglang": ()}, "rid": {"sglang": (None,)},

@@ -148,6 +148,26 @@ def test_a_failing_update_leaves_the_old_weights(
     assert answers(server, "three") == expected[1]
 
 
+def test_weights_can_be_looked_at(server: ServerProcess, folders: list[Path]) -> None:
+    found = []
+    for folder in folders:
+        assert update(server, folder).status_code == 200
+        stored = load_file(folder / "model.safetensors")
+        for layer in ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm"):  # cut by rows, by columns, and whole
+            name = f"model.layers.1.{layer}.weight"
+            rows = post(server, "/get_weights_by_name", {"name": name, "truncate_size": 50}).json()
+            assert rows == stored[name][:50].tolist()
+        ranks = post(server, "/weights_checker", {}).json()["ranks"]
+        assert [one["rank"] for one in ranks] == [0, 1]
+        found.append([one["checksums"] for one in ranks])
+    (first, second), (others, _) = found
+    assert first.keys() == second.keys() == others.keys()
+    name = "model.layers.0.mlp.down_proj.weight.values"
+    assert len({first[name], second[name], others[name]}) == 3
+    refused = post(server, "/get_weights_by_name", {"name": "model.absent"})
+    assert refused.status_code == 400 and "has no tensor 'model.absent'" in refused.text
+
+
 def test_tensors_are_taken_by_name_and_the_others_stay(
     server: ServerProcess, folders: list[Path], expected: list[list[list[int]]]
 ) -> None:

@@ -11,7 +11,7 @@ from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.effects import Effect, Record, ToFrontend, ToWorkers
 from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.worker_stream import EngineChange
-from srt.protocol.engine_work import EngineLedger, UpdateWeights, WeightsSource, WeightVersion
+from srt.protocol.engine_work import EngineLedger, InspectWeights, UpdateWeights, WeightsSource, WeightVersion
 from srt.protocol.messages import ControlReply, WorkPlan
 
 
@@ -35,6 +35,11 @@ class EngineChanges:
     def keeps_steps_back(self) -> bool:
         """True if no step may be planned."""
         return self._change is not None or self.pauses.is_on
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if the change under way leaves running requests where they are."""
+        return self.pauses.is_on or (self._change is not None and isinstance(self._change.work, InspectWeights))
 
     def record(self, frontends: Iterable[int]) -> list[Effect]:
         """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
@@ -81,8 +86,10 @@ class EngineChanges:
         assert change is not None, "no change is under way"
         if change.errors:
             return _answer(change, ControlReply(change.call, False, change.errors[0], {}), clients)
-        core.memory.retire(core.planner.running())
         work = change.work
+        if isinstance(work, InspectWeights):
+            return _answer(change, ControlReply(change.call, True, "", change.values), clients)
+        core.memory.retire(core.planner.running())
         # What came as tensors is kept in no folder, and an update of some tensors makes a whole that is in none.
         source = WeightsSource("", "") if work.is_partial else WeightsSource(work.folder, str(change.values["files"]))
         version = change.version or self._ledger.weight_version

@@ -565,7 +565,7 @@ class Scheduler:
         refused = self._changes.ask_for_update(client, asked, is_draining=self._is_draining)
         if not refused and asked.aborts:
             self.abort_all()
-        elif not refused and not self._pauses.is_on:
+        elif not refused and not self._changes.keeps_rows:
             core.planner.preempt_all()
         return refused
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from srt.managers.scheduler.clients import Client
 from srt.managers.scheduler.plan_draft import Planned
-from srt.protocol.engine_work import LoadWeights
+from srt.protocol.engine_work import InspectWeights, LoadWeights
 from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerHello
 
 
@@ -32,11 +32,13 @@ class EngineChange:
 
     client: Client
     call: int
-    work: LoadWeights
+    work: LoadWeights | InspectWeights
     version: str  # name of the weights afterwards
     is_sent: bool = False
     errors: list[str] = field(default_factory=list)  # of ranks that did not do it
-    values: dict[str, Scalar] = field(default_factory=dict)  # reported by worker 0
+    values: dict[str, Scalar] = field(
+        default_factory=dict
+    )  # reported by worker 0, or by all: each name behind its rank
 
 
 @dataclass(slots=True)
@@ -149,7 +151,9 @@ class WorkerStream:
     def _accept_change(self, rank: int, item: _Item, change: EngineChange, done: WorkDone) -> EngineChange | None:
         if done.error:
             change.errors.append(done.error)
-        if rank == 0:
+        if isinstance(change.work, InspectWeights):
+            change.values |= {f"{rank} {name}": value for name, value in done.values.items()}
+        elif rank == 0:
             change.values = done.values
         if item.num_answers < self._num_ranks:
             return None

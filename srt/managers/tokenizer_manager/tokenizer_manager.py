@@ -43,7 +43,7 @@ from srt.managers.tokenizer_manager.request_ledger import Convictions
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
 from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
 from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
-from srt.protocol.engine_work import LoadWeights, SetWeightVersion, UpdateWeights
+from srt.protocol.engine_work import InspectWeights, LoadWeights, SetWeightVersion, UpdateWeights
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
     AbortLabel,
@@ -472,6 +472,10 @@ class TokenizerManager:
             done, sentence = False, f"{sentence} A replica ended meanwhile, and has its old weights: update them again."
         counts = [reply.values.get("num_paused_requests", 0) for reply in replies.values()]
         return done, sentence.strip(), sum(count for count in counts if isinstance(count, int))
+
+    async def inspect_weights(self, work: InspectWeights) -> dict[int, ControlReply]:
+        """Return what the ranks of every replica report of their weights (see InspectWeights)."""
+        return await self._call(lambda call: UpdateWeights(call, work, "", aborts=False))
 
     async def rename_weights(self, version: str) -> None:
         """Give the present weights another name."""

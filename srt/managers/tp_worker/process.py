@@ -27,7 +27,7 @@ from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
-from srt.protocol.engine_work import CaptureGraph, InspectTables, LoadWeights, ResetTables, Work
+from srt.protocol.engine_work import CaptureGraph, InspectTables, InspectWeights, LoadWeights, ResetTables, Work
 from srt.protocol.messages import (
     ChildStart,
     PlanSection,
@@ -242,6 +242,8 @@ class TpWorker:
                 return {"size": size, "num_left": graphs.num_left}
             case LoadWeights():
                 return {"files": self._runner.update_weights(work, self._note_progress)}
+            case InspectWeights():
+                return self._runner.inspect_weights(work, self._note_progress)
             case _:
                 assert_never(work)
 

@@ -22,7 +22,7 @@ from srt.entrypoints.parsing import ParseCallsBody, SeparateReasoningBody
 from srt.entrypoints.profiling import StartBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
-from srt.entrypoints.weights import RenameBody, UpdateFromDiskBody
+from srt.entrypoints.weights import CheckBody, NamedBody, RenameBody, UpdateFromDiskBody
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.sampling import foreign_fields
 from srt.sampling.foreign_fields import is_one_of, schema_of
@@ -47,6 +47,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (UnloadAdapterBody, {"lora_name": "a"}),
     (UpdateFromDiskBody, {"model_path": "a"}),
     (RenameBody, {"new_version": "a"}),
+    (CheckBody, {}),
+    (NamedBody, {"name": "a"}),
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),
     (DetokenizeBody, {"tokens": [1]}),

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from srt.protocol.engine_work import (
     EngineLedger,
+    InspectWeights,
     LoadWeights,
     SetWeightVersion,
     UpdateWeights,
@@ -128,6 +129,14 @@ def test_the_ledger_is_written_and_others_are_told_before_the_answer() -> None:
     assert successor.greeting.weight_version == "two"
     successor.say(SetWeightVersion(8, "three"))
     assert successor.ledger == replace(UPDATED, weight_version="three")
+
+
+def test_who_looks_at_the_weights_changes_nothing() -> None:
+    host = running(tp_size=2)
+    host.say(replace(update(), work=InspectWeights("norm", 1), version=""))
+    host.run()
+    assert reply(host).values == {"0 rows": "[norm]", "1 rows": "[norm]"}
+    assert (host.ledger, admissions(host), host.ids(1)) == (None, [0], expected_ids(MADE))
 
 
 def test_weights_of_tensors_are_kept_in_no_folder() -> None:
