@@ -46,6 +46,7 @@ from tests.kernel_builds.expert_builds import expert_builds
 from tests.kernel_builds.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from tests.kernel_builds.latent_builds import latent_builds
 from tests.kernel_builds.layer_builds import layer_builds
+from tests.kernel_builds.lora_builds import lora_builds
 
 _DOT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -64,7 +65,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         _find_shares(),
     ]
     builds += [_token_masks(bf16), _token_masks(torch.float32)]
-    builds += [*layer_builds(), *expert_builds(), *latent_builds(shared)]
+    builds += [*layer_builds(), *expert_builds(), *latent_builds(shared), *lora_builds()]
     builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
     builds.append(_extend(bf16, 256, 2, shared, softcap=50.0))
     for dtype, head_dim, group in cases:

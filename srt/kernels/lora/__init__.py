@@ -1,0 +1,1 @@
+"""Products with the matrices of LoRA adapters."""

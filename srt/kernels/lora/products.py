@@ -1,0 +1,387 @@
+"""Products with the two matrices of LoRA adapters, each token with its own adapter's: y += B A x.
+
+`shrink` computes A x, and `expand` adds the product of that with B. All adapters' matrices of a layer are stacked, so that a token names
+its own by a number. Few tokens are taken one by one. More are sorted by adapter, and each program takes a tile of tokens of one adapter.
+Programs of `shrink` take parts of the inputs; `expand` adds the parts in a fixed order, so the same step gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import dot_dtype, kernel
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
+from srt.kernels.gemm.gemv import GemvTiles
+from srt.kernels.moe.expert_tiles import ExpertTiles
+
+MOST_SINGLE_TOKENS: Final = 16
+"""Up to this many tokens are taken one by one."""
+_NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
+"""Of the inputs, by rows of a tile."""
+_MOST_SINGLE_PARTS: Final = 64
+_BLOCK_LOW: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """Which adapter each token of a step has, as kernels need it."""
+
+    numbers: torch.Tensor  # [tokens] i32; the number of adapters stands for none
+    tiles: ExpertTiles | None
+    """Tokens sorted by adapter; None if they are taken one by one."""
+    pdl: int = 0
+
+    @classmethod
+    def sort(cls, numbers: torch.Tensor, num_adapters: int, pdl: int = 0) -> AdapterTokens:
+        """Sort the tokens by their adapters' numbers [tokens] i32. Never waits for the device."""
+        count = len(numbers)
+        if count <= MOST_SINGLE_TOKENS:
+            return cls(numbers, None, pdl)
+        block_m = 16 if count <= 256 else 32 if count <= 1024 else 64
+        return cls(numbers, ExpertTiles.sort(numbers[:, None], num_adapters, block_m), pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedAdapters:
+    """The matrices of all adapters for one merged layer. Its parts, such as q, k and v, have matrices of their own."""
+
+    down: torch.Tensor  # [adapters, parts * rank, inputs]: A
+    up: torch.Tensor  # [adapters, outputs, rank]: B times the scale
+    part_sizes: tuple[int, ...]
+    """Outputs of each part, in their order; one to three."""
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.down)
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[2]
+
+
+@kernel(one_variant_for=())
+def shrink_token_kernel(
+    x_ptr: tl.tensor,
+    down_ptr: tl.tensor,  # [ADAPTERS, LOW, K]
+    low_ptr: tl.tensor,  # [parts of K, tokens, LOW] f32
+    numbers_ptr: tl.tensor,
+    stride_x: int,
+    ADAPTERS: tl.constexpr,
+    LOW: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_LOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (p, t, l) computes block l of A x for token t from part p of its inputs."""
+    let_next_start(PDL)
+    part, token = tl.program_id(0), tl.program_id(1)
+    lows = tl.program_id(2) * BLOCK_LOW + tl.arange(0, BLOCK_LOW)
+    number = tl.load(numbers_ptr + token)
+    is_adapted = number < ADAPTERS
+    down_at = down_ptr + (number.to(tl.int64) * LOW + lows)[:, None] * K
+    k = part * STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_low = lows < tl.where(is_adapted, LOW, 0)
+    down = tl.load(down_at + k[None, :], mask=is_low[:, None] & (k < K)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    if is_adapted:
+        x_at = x_ptr + token.to(tl.int64) * stride_x
+        x = tl.load(x_at + k, mask=k < K, other=0.0)
+        let_next_start_late(PDL)
+        sums = down.to(tl.float32) * x.to(tl.float32)[None, :]
+        for _ in tl.static_range(1, STEPS):
+            k += BLOCK_K
+            down = tl.load(down_at + k[None, :], mask=is_low[:, None] & (k < K)[None, :], other=0.0)
+            x = tl.load(x_at + k, mask=k < K, other=0.0)
+            sums += down.to(tl.float32) * x.to(tl.float32)[None, :]
+        low_at = low_ptr + (part * tl.num_programs(1) + token) * LOW + lows
+        tl.store(low_at, tl.sum(sums, axis=1), mask=is_low)
+
+
+@kernel(one_variant_for=("num_parts",))
+def expand_token_kernel(
+    low_ptr: tl.tensor,  # [num_parts, tokens, LOW] f32
+    up_ptr: tl.tensor,  # [ADAPTERS, N, RANK]
+    y_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    num_parts: int,
+    stride_y: int,
+    ADAPTERS: tl.constexpr,
+    LOW: tl.constexpr,
+    RANK: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (n, t) adds to block n of the outputs of token t."""
+    let_next_start(PDL)
+    blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    blocks1: tl.constexpr = blocks0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    block, token = tl.program_id(0), tl.program_id(1)
+    of = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
+    begin = tl.where(of == 0, 0, tl.where(of == 1, N0, N0 + N1))
+    end = tl.where(of == 0, N0, tl.where(of == 1, N0 + N1, N0 + N1 + N2))
+    block -= tl.where(of == 0, 0, tl.where(of == 1, blocks0, blocks1))
+    outputs = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = outputs < end
+    ranks, parts = tl.arange(0, RANK), tl.arange(0, MOST_PARTS)
+    number = tl.load(numbers_ptr + token)
+    is_adapted = number < ADAPTERS
+    up_at = up_ptr + (number.to(tl.int64) * (N0 + N1 + N2) + outputs)[:, None] * RANK + ranks[None, :]
+    is_read = outputs < tl.where(is_adapted, end, 0)
+    up = tl.load(up_at, mask=is_read[:, None], other=0.0)
+    wait_for_inputs(PDL)
+    if is_adapted:
+        low_at = low_ptr + (parts * tl.num_programs(1) + token)[:, None] * LOW + of * RANK + ranks[None, :]
+        low = tl.sum(tl.load(low_at, mask=(parts < num_parts)[:, None], other=0.0), axis=0)
+        y_at = y_ptr + token.to(tl.int64) * stride_y + outputs
+        y = tl.load(y_at, mask=is_output, other=0.0)
+        let_next_start_late(PDL)
+        total = y.to(tl.float32) + tl.sum(up.to(tl.float32) * low[None, :], axis=1)
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=is_output)
+
+
+@kernel(one_variant_for=("num_rows",))
+def shrink_tile_kernel(
+    x_ptr: tl.tensor,
+    down_ptr: tl.tensor,  # [adapters, LOW, K]
+    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32, of sorted tokens
+    tokens_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_rows: int,
+    stride_x: int,
+    LOW: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_LOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (p, t, l) computes block l of A x for the tokens of tile t from part p of their inputs."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEPS_OF_PART: tl.constexpr = (STEPS + PARTS - 1) // PARTS
+    let_next_start(PDL)
+    part, tile = tl.program_id(0), tl.program_id(1)
+    lows = tl.program_id(2) * BLOCK_LOW + tl.arange(0, BLOCK_LOW)
+    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    if first < end:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < end
+        tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
+        number = tl.load(numbers_ptr + tile).to(tl.int64)
+        x_at = x_ptr + tokens.to(tl.int64)[:, None] * stride_x
+        down_at = down_ptr + (number * LOW + lows)[None, :] * K
+        sums = tl.zeros((BLOCK_M, BLOCK_LOW), dtype=tl.float32)
+        for step in range(part * STEPS_OF_PART, min((part + 1) * STEPS_OF_PART, STEPS)):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            inside = k < K
+            x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+            down = tl.load(down_at + k[:, None], mask=(lows < LOW)[None, :] & inside[:, None], other=0.0)
+            sums = tl.dot(x.to(DOT), down.to(DOT), sums, input_precision="ieee")
+        low_at = low_ptr + (part * num_rows + rows)[:, None] * LOW + lows[None, :]
+        tl.store(low_at, sums, mask=is_row[:, None] & (lows < LOW)[None, :])
+
+
+@kernel(one_variant_for=("num_rows",))
+def expand_tile_kernel(
+    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32, of sorted tokens
+    up_ptr: tl.tensor,  # [adapters, N, RANK]
+    y_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_rows: int,
+    stride_y: int,
+    LOW: tl.constexpr,
+    RANK: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (n, t) adds to block n of the outputs of the tokens of tile t."""
+    let_next_start(PDL)
+    blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    blocks1: tl.constexpr = blocks0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    block, tile = tl.program_id(0), tl.program_id(1)
+    of = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
+    begin = tl.where(of == 0, 0, tl.where(of == 1, N0, N0 + N1))
+    end_output = tl.where(of == 0, N0, tl.where(of == 1, N0 + N1, N0 + N1 + N2))
+    block -= tl.where(of == 0, 0, tl.where(of == 1, blocks0, blocks1))
+    outputs = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = outputs < end_output
+    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    if first < end:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < end
+        tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
+        number = tl.load(numbers_ptr + tile).to(tl.int64)
+        up_at = up_ptr + (number * (N0 + N1 + N2) + outputs)[None, :] * RANK
+        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin_rank in tl.static_range(0, RANK, BLOCK_R):
+            ranks = begin_rank + tl.arange(0, BLOCK_R)
+            up = tl.load(up_at + ranks[:, None], mask=is_output[None, :], other=0.0)
+            low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for part in tl.static_range(PARTS):
+                low_at = low_ptr + (part * num_rows + rows)[:, None] * LOW + of * RANK + ranks[None, :]
+                low += tl.load(low_at, mask=is_row[:, None], other=0.0)
+            sums = tl.dot(low.to(DOT), up.to(DOT), sums, input_precision="ieee")
+        y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]
+        inside = is_row[:, None] & is_output[None, :]
+        total = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + sums
+        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(one_variant_for=("num_parts",))
+def adapted_gemv_kernel(
+    x_ptr: tl.tensor,  # [K]
+    w_ptr: tl.tensor,  # [N, K]
+    bias_ptr: tl.tensor,  # [N]
+    low_ptr: tl.tensor,  # [num_parts, LOW] f32
+    up_ptr: tl.tensor,  # [ADAPTERS, N, RANK]
+    numbers_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [N]
+    num_parts: int,
+    ADAPTERS: tl.constexpr,
+    LOW: tl.constexpr,
+    RANK: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FIRST1: tl.constexpr,  # first output of the second part
+    FIRST2: tl.constexpr,  # and of the third
+    HAS_BIAS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Compute BLOCK_N outputs of W x + b + B (A x) for one token, given A x. The outputs of a program are of the same part."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    let_next_start(PDL)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_K)
+    in_n = outputs < N
+    w_rows = w_ptr + outputs.to(tl.int64)[:, None] * K
+    weights = ()
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + columns
+        inside = in_n[:, None] & (k < K)[None, :]
+        weight = tl.load(w_rows + k[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+        weights = weights + (weight,)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+    number = tl.load(numbers_ptr)
+    ranks, parts = tl.arange(0, RANK), tl.arange(0, MOST_PARTS)
+    up_at = up_ptr + (number.to(tl.int64) * N + outputs)[:, None] * RANK + ranks[None, :]
+    up = tl.load(up_at, mask=(outputs < tl.where(number < ADAPTERS, N, 0))[:, None], other=0.0)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + outputs, mask=in_n, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + columns
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        acc += weights[step].to(tl.float32) * x[None, :]
+    total += tl.sum(acc, 1)
+    if number < ADAPTERS:
+        first = tl.program_id(0) * BLOCK_N
+        of = (first >= FIRST1).to(tl.int32) + (first >= FIRST2).to(tl.int32)
+        low_at = low_ptr + parts[:, None] * LOW + of * RANK + ranks[None, :]
+        low = tl.sum(tl.load(low_at, mask=(parts < num_parts)[:, None], other=0.0), axis=0)
+        total += tl.sum(up.to(tl.float32) * low[None, :], axis=1)
+    tl.store(out_ptr + outputs, total.to(out_ptr.dtype.element_ty), mask=in_n)
+
+
+def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> torch.Tensor:
+    """Return A x for x [tokens, inputs], in parts that `expand` adds. Only what belongs to tokens with an adapter is written."""
+    num_tokens, low, num_inputs = len(x), stacked.down.shape[1], stacked.down.shape[2]
+    assert x.shape[1] == num_inputs, (x.shape, stacked.down.shape)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    block_low = min(_BLOCK_LOW, triton.next_power_of_2(low))
+    low_blocks, tiles = triton.cdiv(low, block_low), tokens.tiles
+    if tiles is None:
+        block_k = (256 if num_inputs <= 8192 else 512) * 2 // x.itemsize
+        steps = triton.cdiv(triton.cdiv(num_inputs, block_k), _MOST_SINGLE_PARTS)
+        num_parts = triton.cdiv(num_inputs, block_k * steps)
+        out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
+        shrink_token_kernel[(num_parts, num_tokens, low_blocks)](
+            x, stacked.down, out, tokens.numbers, x.stride(0),
+            ADAPTERS=stacked.num_adapters, LOW=low, K=num_inputs, STEPS=steps, BLOCK_LOW=block_low, BLOCK_K=block_k,
+            **pdl_options(tokens.pdl)
+        )  # fmt: skip
+        return out
+    num_tiles, block_k = len(tiles.firsts), 256 // x.itemsize
+    num_parts = min(_NUM_PARTS[tiles.block_m], triton.next_power_of_2(triton.cdiv(num_inputs, block_k)))
+    out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
+    shrink_tile_kernel[(num_parts, num_tiles, low_blocks)](
+        x, stacked.down, out, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, x.stride(0),
+        LOW=low, K=num_inputs, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_LOW=block_low, BLOCK_K=block_k,
+        DOT=dot_dtype(x.dtype), num_stages=3, **pdl_options(tokens.pdl)
+    )  # fmt: skip
+    return out
+
+
+def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y: torch.Tensor) -> None:
+    """Add the product of B with the result of `shrink` to y [tokens, outputs]; rows without an adapter stay as they are."""
+    assert y.stride(1) == 1, y.stride()
+    num_parts, num_tokens, width = low.shape
+    n0, n1, n2 = (*stacked.part_sizes, 0, 0)[:3]
+    rank, tiles = stacked.rank, tokens.tiles
+    block_n = 64 if tiles is None or tiles.block_m < 64 else 128
+    blocks = sum(triton.cdiv(size, block_n) for size in (n0, n1, n2))
+    if tiles is None:
+        expand_token_kernel[(blocks, num_tokens)](
+            low, stacked.up, y, tokens.numbers, num_parts, y.stride(0),
+            ADAPTERS=stacked.num_adapters, LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2,
+            MOST_PARTS=triton.next_power_of_2(num_parts), BLOCK_N=block_n, **pdl_options(tokens.pdl)
+        )  # fmt: skip
+        return
+    expand_tile_kernel[(blocks, len(tiles.firsts))](
+        low, stacked.up, y, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, y.stride(0),
+        LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
+        BLOCK_R=min(rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
+    )  # fmt: skip
+
+
+def adapted_gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stacked: StackedAdapters, tokens: AdapterTokens
+) -> torch.Tensor | None:
+    """Return W x + b + B A x for one token, x [1, inputs], by two launches; None if the parts' sizes do not fit the kernel."""
+    n, k = weight.shape
+    tiles = GemvTiles.choose(n, k, False, weight.itemsize)
+    n0, n1 = (*stacked.part_sizes, 0)[:2]
+    if any(first % tiles.block_n for first in (n0, n0 + n1) if first < n):
+        return None
+    x = x.contiguous()
+    low = shrink(x, stacked, tokens)
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    adapted_gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
+        x, weight, weight if bias is None else bias, low, stacked.up, tokens.numbers, out, len(low),
+        ADAPTERS=stacked.num_adapters, LOW=low.shape[2], RANK=stacked.rank, N=n, K=k, FIRST1=n0, FIRST2=n0 + n1,
+        HAS_BIAS=bias is not None, MOST_PARTS=triton.next_power_of_2(len(low)), BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, **pdl_options(tokens.pdl)
+    )  # fmt: skip
+    return out
