@@ -2,21 +2,22 @@
 
 The weight of each layer that can be adapted is wrapped in an `AdaptedWeight`. In a step without adapters it is the weight inside, with
 all its fast paths. In other steps it hides the matrix, so that no fused kernel reads past it, and multiplies by itself.
+
+`host_adapters.py` does so on a CPU, and `device_adapters.py` on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.linear import LinearLayer
+from srt.layers.ops import Affine, LayerOps
 from srt.layers.quantization.weight import IntegerMatrix, LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 
@@ -26,132 +27,90 @@ if TYPE_CHECKING:
 
 _BEHIND_ATTENTION = (".self_attn.o_proj", ".mlp.gate_up_proj", ".mlp.down_proj")
 
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """The second matrix of an adapted layer, B times its scale, as this rank has it."""
-
-    matrix: Tensor  # [outputs, rank]
-    first_output: int
-    """Place of its outputs in the merged layer."""
-    first_low: int
-    """Place of its inputs among the products with `Change.down`."""
+Matrices = Mapping[str, tuple[Tensor, Tensor]]
+"""A and B times its scale, whole and in float32, by the path in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What an adapter changes of one merged layer on this rank."""
+class AdaptedLayer:
+    """A layer of this rank's model that adapters can change."""
 
-    down: Tensor  # [sum of the ranks, inputs]: the first matrices, A, of all its parts
-    ups: tuple[Up, ...]
-
-    def add_to(self, y: Tensor, x: Tensor, tokens: Tensor | None) -> None:
-        """Add the change to the products `y` of the inputs `x`: of these tokens, or of all."""
-        low = F.linear(x if tokens is None else x[tokens], self.down)
-        for up in self.ups:
-            num_outputs, rank = up.matrix.shape
-            delta = F.linear(low[:, up.first_low : up.first_low + rank], up.matrix)
-            part = y[:, up.first_output : up.first_output + num_outputs]
-            if tokens is None:
-                part.add_(delta)
-            else:
-                part.index_add_(0, tokens, delta)
+    path: str
+    """In the model."""
+    places: tuple[Place, ...]
+    is_last: bool
+    """Whether it follows the last attention, and so computes only the tokens whose output is needed."""
 
 
-Changes = Mapping[str, Change]
-"""The changes of one adapter, by the path of the layer in the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """An adapter of the step that runs, and the tokens that have it; None: all."""
-
-    changes: Changes
-    tokens: Tensor | None
-
-
-class StepAdapters:
+class StepAdapters(ABC):
     """The adapters that this rank holds, those of the slots, and those of the step that runs."""
 
-    def __init__(self) -> None:
-        self._held: dict[str, Changes] = {}  # by key; other threads add to it
-        self._key_of_slot: dict[int, str] = {}
-        self.shares: list[_Share] = []
-        """For layers that compute all tokens of the step."""
-        self.last_shares: list[_Share] = []
-        """For what follows the last attention: it computes only the tokens whose output is needed."""
+    @property
+    @abstractmethod
+    def is_applied(self) -> bool:
+        """Whether a row of the step that runs has an adapter."""
 
-    def hold(self, key: str, changes: Changes) -> None:
+    @abstractmethod
+    def hold(self, key: str, matrices: Matrices) -> None:
         """Keep an adapter for rows to come. Called by any thread."""
-        self._held[key] = changes
 
+    @abstractmethod
     def release(self, key: str) -> None:
         """Forget an adapter that no row has any more."""
-        self._held.pop(key, None)
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget the slots."""
-        self._key_of_slot.clear()
 
+    @abstractmethod
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Note the adapters of the slots that begin anew."""
-        for admission in admissions:
-            self._key_of_slot.pop(admission.slot, None)
-            if admission.adapter:
-                self._key_of_slot[admission.slot] = admission.adapter
 
+    @abstractmethod
     def are_in(self, section: PlanSection) -> bool:
         """Return whether a row of this step has an adapter."""
-        slots = self._key_of_slot
-        if not slots:
-            return False
-        return any(slot in slots for rows in (section.extend_slots, section.decode_slots) for slot in rows.tolist())
 
-    @contextmanager
-    def applied(self, rows: HostRows, output_tokens: Tensor | None) -> Iterator[None]:
+    @abstractmethod
+    def applied(self, rows: HostRows, output_tokens: Tensor | None) -> AbstractContextManager[None]:
         """Inside, layers add the changes of these rows' adapters. `output_tokens` are those whose output is needed; None: all."""
-        keys = [self._key_of_slot.get(slot, "") for slot in rows.slots.tolist()]
-        distinct = [key for key in dict.fromkeys(keys) if key]
-        if not distinct:
-            yield
-            return
-        counts = np.ones(len(keys), np.int64)
-        counts[: len(rows.extend_lens)] = rows.extend_lens
-        numbers = {key: number for number, key in enumerate(distinct)}
-        of_token = np.repeat([numbers.get(key, -1) for key in keys], counts)
-        self.shares = self._shares(distinct, of_token)
-        of_output = of_token if output_tokens is None else of_token[output_tokens.numpy()]
-        self.last_shares = self._shares(distinct, of_output)
-        try:
-            yield
-        finally:
-            self.shares, self.last_shares = [], []
 
-    def _shares(self, keys: list[str], of_token: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[_Share]:
-        shares = []
-        for number, key in enumerate(keys):
-            tokens = np.flatnonzero(of_token == number)
-            if len(tokens):
-                whole = len(tokens) == len(of_token)
-                shares.append(_Share(self._held[key], None if whole else torch.from_numpy(tokens)))
-        return shares
+    @abstractmethod
+    def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
+        """Return the layer's own product of x, by the operations that it runs on, with the changes of its tokens' adapters."""
+
+    @property
+    def placeholder(self) -> str | None:
+        """Key of an adapter that changes nothing, for steps that compile kernels ahead; None if no kernel needs that."""
+        return None
+
+    @property
+    def of_decodes(self) -> DecodeAdapters | None:
+        """The adapters of decode steps in fixed buffers; None if such steps with adapters run like any other step."""
+        return None
+
+
+class DecodeAdapters(ABC):
+    """Applies adapters in decode steps whose slots are known on the device only, so that graphs can be captured of them."""
+
+    @abstractmethod
+    def applied_to_slots(self, row_slots: Tensor) -> AbstractContextManager[None]:
+        """Inside, layers add the changes of the adapters of these slots, one token each. `row_slots` [rows] int64."""
 
 
 class AdaptedWeight(LinearWeight):
     """A weight, and what the adapters of the step that runs add to its products."""
 
-    def __init__(self, inner: LinearWeight, path: str, step: StepAdapters, *, is_last: bool) -> None:
-        """`path` is the layer's path in the model. `is_last`: it computes only the tokens whose output is needed."""
+    def __init__(self, inner: LinearWeight, layer: AdaptedLayer, step: StepAdapters, ops: LayerOps) -> None:
         super().__init__()
         self.inner = inner
         self.shape = inner.shape
-        self._path = path
+        self._layer = layer
         self._step = step
-        self._is_last = is_last
+        self._ops = ops
 
     @property
     def _is_bare(self) -> bool:
-        return not self._step.shares
+        return not self._step.is_applied
 
     @property
     def matrix(self) -> Tensor | None:
@@ -179,60 +138,38 @@ class AdaptedWeight(LinearWeight):
         self.inner.finish()
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = self.inner.multiply(x, bias)
-        step = self._step
-        for share in step.last_shares if self._is_last else step.shares:
-            change = share.changes.get(self._path)
-            if change is not None:
-                change.add_to(y, x, share.tokens)
-        return y
+        if self._is_bare:
+            return self.inner.multiply(x, bias)
+        return self._step.multiply(self._layer, x, Affine(self.inner, bias), self._ops)
 
 
-def adapt_layers(model: nn.Module, paths: Mapping[str, tuple[int, int]], step: StepAdapters) -> dict[str, list[Place]]:
-    """Wrap the weights of the layers that adapters can change, `paths` in the checkpoint. Return what each is made of, by its path.
+def adapted_layers(model: nn.Module, paths: Collection[str], modules: Collection[str]) -> dict[str, AdaptedLayer]:
+    """Return the layers that adapters can change, by their path in the model.
 
-    Called when the model is loaded, before anything looks up addresses.
+    `paths` are those in the checkpoint. Of these, adapters change layers with one of the names `modules`.
     """
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, LinearLayer)}
     last = max(_layer_number(path) for path in linears)
-    found: dict[str, list[Place]] = {}
+    found: dict[str, AdaptedLayer] = {}
+    seen: set[str] = set()
     for path, layer in linears.items():
         places = layer.places(path)
-        if all(at.path in paths for at in places):
-            found[path] = places
+        if not all(at.path in paths for at in places):
+            continue
+        seen |= {at.path for at in places}
+        if any(at.path.rpartition(".")[2] in modules for at in places):
             is_last = _layer_number(path) == last and path.endswith(_BEHIND_ATTENTION)
-            layer.weight = AdaptedWeight(layer.weight, path, step, is_last=is_last)
-    missing = paths.keys() - {at.path for places in found.values() for at in places}
-    assert not missing, f"no layer of the model is {sorted(missing)[:3]}"
+            found[path] = AdaptedLayer(path, tuple(places), is_last)
+    assert seen >= set(paths), f"no layer of the model is {sorted(set(paths) - seen)[:3]}"
     return found
 
 
-def change_of(
-    places: Sequence[Place],
-    matrices: Mapping[str, tuple[Tensor, Tensor]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Change | None:
-    """Return this rank's part of the change of a layer made of `places`; None if it changes none of them.
-
-    `matrices` are A and B times its scale, whole, by the path in the checkpoint. If outputs are split over ranks, rows of B are cut, and
-    if inputs are, columns of A: the ranks' products are summed as those of the layer are.
-    """
-    downs: dict[str, tuple[int, Tensor]] = {}
-    ups, num_low = [], 0
-    for at in places:
-        if at.path not in matrices:
-            continue
-        a, b = matrices[at.path]
-        if at.path not in downs:
-            downs[at.path] = num_low, (a if at.dim == 0 else a[:, at.start : at.start + at.size])
-            num_low += len(a)
-        rows = b[at.start : at.start + at.size] if at.dim == 0 else b
-        ups.append(Up(rows.to(device, dtype).contiguous(), at.target_start, downs[at.path][0]))
-    if not ups:
-        return None
-    down = torch.cat([part for _, part in downs.values()])
-    return Change(down.to(device, dtype).contiguous(), tuple(ups))
+def adapt_layers(model: nn.Module, layers: Mapping[str, AdaptedLayer], step: StepAdapters) -> None:
+    """Wrap the weights of these layers. Called when the model is loaded, before anything looks up addresses."""
+    for path, layer in layers.items():
+        linear = model.get_submodule(path)
+        assert isinstance(linear, LinearLayer)
+        linear.weight = AdaptedWeight(linear.weight, layer, step, linear.ops)
 
 
 def _layer_number(path: str) -> int:

@@ -24,6 +24,12 @@ class LinearLayer(WeightedModule):
 
     weight: LinearWeight
     bias: nn.Parameter | None
+    _ops: LayerOps
+
+    @property
+    def ops(self) -> LayerOps:
+        """The operations that the layer runs on."""
+        return self._ops
 
     @property
     def affine(self) -> Affine:

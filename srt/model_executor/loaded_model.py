@@ -168,13 +168,25 @@ def load_model(
         staging=staging,
         draw_store=draw_store,
         model=model,
-        adapters=ModelAdapters.of(args, config, model, dtype, device),
+        adapters=_adapters_of(args, config, model, memory, dtype, device),
     )
 
 
 def resolve_ops(args: ServerArgs, device: torch.device) -> LayerOps:
     """Return the operations that the options ask for, or those of the device."""
     return BatchInvariantOps(BatchInvariantKernels.load()) if args.enable_deterministic_inference else layer_ops(device)
+
+
+def _adapters_of(
+    args: ServerArgs,
+    config: ModelConfig,
+    model: AnyModel,
+    memory: DeviceMemory,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelAdapters | None:
+    with memory.region("weights"):
+        return ModelAdapters.of(args, config, model, dtype, device)
 
 
 def _logits_processor(args: ServerArgs, config: ModelConfig, tp: TensorParallel) -> LogitsProcessor:

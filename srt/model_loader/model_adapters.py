@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from safetensors import safe_open
 
-from srt.layers.adapters import StepAdapters, adapt_layers, change_of
+from srt.layers.adapters import AdaptedLayer, StepAdapters, adapt_layers, adapted_layers
+from srt.layers.host_adapters import HostAdapters
 from srt.lora.adapter_files import AdapterLimits, content_hash, read_adapter
 from srt.lora.resource import AdapterContent
 from srt.models.any_model import AnyModel
@@ -17,12 +20,13 @@ from srt.utils.model_error import ModelError
 class ModelAdapters:
     """Makes a model's layers ready for adapters, and loads adapters for them."""
 
-    def __init__(self, model: AnyModel, limits: AdapterLimits, dtype: torch.dtype, device: torch.device) -> None:
-        self.step = StepAdapters()
+    def __init__(
+        self, args: ServerArgs, limits: AdapterLimits, model: AnyModel, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._limits = limits
-        self._layers = adapt_layers(model, limits.layers, self.step)
-        self._dtype = dtype
-        self._device = device
+        layers = adapted_layers(model, limits.layers, limits.modules)
+        self.step = _step_adapters(args, layers, dtype, device)
+        adapt_layers(model, layers, self.step)
 
     @classmethod
     def of(
@@ -30,7 +34,7 @@ class ModelAdapters:
     ) -> ModelAdapters | None:
         """Return the adapters of a server's model; None if it serves none."""
         limits = AdapterLimits.of(args, config)
-        return None if limits is None else cls(model, limits, dtype, device)
+        return None if limits is None else cls(args, limits, model, dtype, device)
 
     def load(self, key: str, content: AdapterContent) -> None:
         """Load an adapter, in any thread, so that rows may have it under this key.
@@ -46,9 +50,17 @@ class ModelAdapters:
         # After the tensors were read: a file that is written meanwhile is noticed.
         if content_hash(content.folder) != content.content_hash:
             raise ModelError(f"The files in {content.folder} have changed since the adapter was loaded: load it again.")
-        changes = {
-            path: change
-            for path, places in self._layers.items()
-            if (change := change_of(places, matrices, self._dtype, self._device)) is not None
-        }
-        self.step.hold(key, changes)
+        self.step.hold(key, matrices)
+
+
+def _step_adapters(
+    args: ServerArgs, layers: Mapping[str, AdaptedLayer], dtype: torch.dtype, device: torch.device
+) -> StepAdapters:
+    if device.type != "cuda":
+        return HostAdapters(layers, dtype, device)
+    # Imported here because Triton is installed only with PyTorch for CUDA.
+    from srt.layers.device_adapters import DeviceAdapters
+
+    assert args.max_lora_rank is not None, "on a GPU the largest rank is known at the start"
+    sizes = args.max_loras_per_batch, args.max_lora_rank, args.max_running_requests
+    return DeviceAdapters(layers, *sizes, dtype, device)

@@ -1,0 +1,231 @@
+"""LoRA adapters of a step on a GPU: kernels multiply each token with its own adapter's matrices. Importing this module imports Triton.
+
+The matrices of all adapters of a layer are stacked in memory that is allocated once, so that graphs may hold its address. An adapter has a
+number, its place in these stacks. Smaller ranks are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from srt.kernels.build.pdl import has_pdl, pdl_for
+from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
+from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
+from srt.layers.ops import Affine, LayerOps
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import HostRows
+    from srt.protocol.messages import Admission, PlanSection
+
+LEAST_RANK: Final = 16
+"""Ranks are padded to this, the least that a matrix product takes, or to the next power of two."""
+_PLACEHOLDER: Final = "none"
+
+
+class _Part(NamedTuple):
+    """One layer of the checkpoint within a merged layer."""
+
+    path: str
+    inputs: slice
+    outputs: slice
+    """Of the layer in the checkpoint."""
+    target: slice
+    """Outputs in the merged layer."""
+
+
+class DeviceAdapters(StepAdapters, DecodeAdapters):
+    """Keeps `num_adapters` adapters of up to `rank` in the device's memory."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, AdaptedLayer],
+        num_adapters: int,
+        rank: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._num_adapters = num_adapters
+        self._device = device
+        self._parts = {path: _parts_of(layer) for path, layer in layers.items()}
+        padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
+        self._stacked = {
+            path: _stack(parts, num_adapters, padded, dtype, device) for path, parts in self._parts.items()
+        }
+        self._numbers = {_PLACEHOLDER: 0}  # by key, of adapters that are loaded
+        self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((n, None) for n in range(num_adapters))
+        self._lock = threading.Lock()  # other threads load
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of each slot, and of the slot for padding, the number of its adapter; the number of adapters stands for none.
+        self._number_of_slot = np.full(num_slots + 1, num_adapters, np.int32)
+        self._slots = torch.full((num_slots + 1,), num_adapters, dtype=torch.int32, device=device)
+        self._tokens: AdapterTokens | None = None
+        self._last_tokens: AdapterTokens | None = None
+        self._has_pdl = has_pdl(device)
+
+    @property
+    def placeholder(self) -> str:
+        return _PLACEHOLDER
+
+    @property
+    def of_decodes(self) -> DecodeAdapters:
+        return self
+
+    @property
+    def is_applied(self) -> bool:
+        return self._tokens is not None
+
+    def hold(self, key: str, matrices: Matrices) -> None:
+        """Copy an adapter to the device beside the steps that run, and wait until it is there."""
+        with self._lock:
+            number, released = self._free.popleft()
+        try:
+            with nullcontext() if self._side is None else torch.cuda.stream(self._side), torch.inference_mode():
+                if self._side is not None and released is not None:
+                    self._side.wait_event(released)  # steps that were launched before may still read what was there
+                for path, parts in self._parts.items():
+                    _write(self._stacked[path], number, parts, matrices)
+                if self._side is not None:
+                    self._side.synchronize()
+        except BaseException:
+            with self._lock:
+                self._free.append((number, released))
+            raise
+        self._numbers[key] = number
+
+    def release(self, key: str) -> None:
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        event = None
+        if self._side is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+        with self._lock:
+            self._free.append((number, event))
+
+    def clear(self) -> None:
+        if (self._number_of_slot != self._num_adapters).any():
+            self._number_of_slot[:] = self._num_adapters
+            self._send_slots()
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        is_changed = False
+        for admission in admissions:
+            number = self._numbers[admission.adapter] if admission.adapter else self._num_adapters
+            if self._number_of_slot[admission.slot] != number:
+                self._number_of_slot[admission.slot] = number
+                is_changed = True
+        if is_changed:
+            self._send_slots()
+
+    def are_in(self, section: PlanSection) -> bool:
+        numbers, none = self._number_of_slot, self._num_adapters
+        return any(len(rows) and numbers[rows].min() < none for rows in (section.extend_slots, section.decode_slots))
+
+    @contextmanager
+    def applied(self, rows: HostRows, output_tokens: Tensor | None) -> Iterator[None]:
+        counts = np.ones(len(rows.slots), np.int64)
+        counts[: len(rows.extend_lens)] = rows.extend_lens
+        of_row = self._number_of_slot[rows.slots]
+        if (of_row == self._num_adapters).all():
+            yield
+            return
+        numbers = self._pinned(np.repeat(of_row, counts)).to(self._device, non_blocking=True)
+        with self._applied_to(numbers, numbers if output_tokens is None else numbers[output_tokens]):
+            yield
+
+    def stacked(self, path: str) -> StackedAdapters:
+        """Return the matrices of all adapters for a layer, by its path in the model."""
+        return self._stacked[path]
+
+    def numbers_of(self, row_slots: Tensor) -> Tensor:
+        """Return the numbers of the slots' adapters; the number of adapters stands for none."""
+        return self._slots[row_slots]
+
+    @contextmanager
+    def applied_to_slots(self, row_slots: Tensor) -> Iterator[None]:
+        numbers = self.numbers_of(row_slots)
+        with self._applied_to(numbers, numbers):
+            yield
+
+    def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
+        tokens, stacked = self._last_tokens if layer.is_last else self._tokens, self._stacked[layer.path]
+        assert tokens is not None, "no step with adapters runs"
+        if not len(x):
+            return ops.linear(x, affine)
+        if len(x) == 1 and affine.matrix is not None:
+            y = adapted_gemv(x, affine.matrix, affine.bias, stacked, tokens)
+            if y is not None:
+                return y
+        low = shrink(x, stacked, tokens)
+        y = ops.linear(x, affine)
+        expand(low, stacked, tokens, y)
+        return y
+
+    @contextmanager
+    def _applied_to(self, numbers: Tensor, last_numbers: Tensor) -> Iterator[None]:
+        self._tokens = self._sort(numbers)
+        self._last_tokens = self._tokens if last_numbers is numbers else self._sort(last_numbers)
+        try:
+            yield
+        finally:
+            self._tokens = self._last_tokens = None
+
+    def _sort(self, numbers: Tensor) -> AdapterTokens:
+        pdl = pdl_for(len(numbers)) if self._has_pdl else 0
+        return AdapterTokens.sort(numbers, self._num_adapters, pdl)
+
+    def _send_slots(self) -> None:
+        self._slots.copy_(self._pinned(self._number_of_slot), non_blocking=True)
+
+    def _pinned(self, values: NDArray[np.int32]) -> Tensor:
+        """Return a copy in pinned memory: sending an unpinned one might wait for the device."""
+        copy = torch.from_numpy(values.copy())
+        return copy.pin_memory() if self._device.type == "cuda" else copy
+
+
+def _parts_of(layer: AdaptedLayer) -> list[_Part]:
+    """Return the parts of a merged layer, each with matrices of its own."""
+    if layer.places[0].dim == 1:
+        (at,) = layer.places
+        outputs = slice(0, at.num_outputs)
+        return [_Part(at.path, slice(at.start, at.start + at.size), outputs, outputs)]
+    parts: list[_Part] = []
+    for at in layer.places:
+        outputs, target = slice(at.start, at.start + at.size), slice(at.target_start, at.target_start + at.size)
+        parts.append(_Part(at.path, slice(0, at.num_inputs), outputs, target))
+    return parts
+
+
+def _stack(
+    parts: Sequence[_Part], num_adapters: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> StackedAdapters:
+    inputs, sizes = parts[0].inputs, tuple(part.target.stop - part.target.start for part in parts)
+    down = torch.zeros((num_adapters, rank * len(parts), inputs.stop - inputs.start), dtype=dtype, device=device)
+    up = torch.zeros((num_adapters, sum(sizes), rank), dtype=dtype, device=device)
+    return StackedAdapters(down, up, sizes)
+
+
+def _write(stacked: StackedAdapters, number: int, parts: Sequence[_Part], matrices: Matrices) -> None:
+    """Write this rank's part of an adapter: rows of B if outputs are split over ranks, columns of A if inputs are."""
+    down, up = stacked.down[number], stacked.up[number]
+    # Made whole on the host, so that the device needs no memory beside what it has.
+    host_down, host_up = torch.zeros(down.shape, dtype=down.dtype), torch.zeros(up.shape, dtype=up.dtype)
+    for place, part in enumerate(parts):
+        if part.path in matrices:
+            a, b = matrices[part.path]
+            first = place * stacked.rank
+            host_down[first : first + len(a)] = a[:, part.inputs]
+            host_up[part.target, : b.shape[1]] = b[part.outputs]
+    down.copy_(host_down)
+    up.copy_(host_up)
