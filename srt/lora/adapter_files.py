@@ -42,6 +42,10 @@ class AdaptedLayer:
     a: TensorHeader  # [rank, inputs]
     b: TensorHeader  # [outputs, rank]
 
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from srt.layers.attention.base import Reading
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
 from srt.layers.moe.expert_load import pop_expert_loads
 from srt.layers.token_masks import MaskBuffers, TokenMasks
@@ -144,10 +145,18 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.admit(section.admissions)
             if self._adapters.are_in(section):
-                return self._execute_planned(self._planner.plan(section))
+                return self._execute_adapted(section)
         decodes = None if self._decode_runner is None else self._planner.plan_decodes(section)
         if decodes is not None:
             return self.forward_decode(decodes)
+        return self._execute_planned(self._planner.plan(section))
+
+    def _execute_adapted(self, section: PlanSection) -> ExecutedStep:
+        assert self._adapters is not None
+        if self._decode_runner is not None and self._adapters.of_decodes is not None:
+            decodes = self._planner.plan_decodes(section)
+            if decodes is not None:
+                return self.forward_decode(decodes._replace(reading=Reading.ADAPTED))
         return self._execute_planned(self._planner.plan(section))
 
     def _execute_planned(self, host: HostStep) -> ModelRunnerOutput:
@@ -182,7 +191,8 @@ class ModelRunner:
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the hidden states of any step that has rows. Steps with prompt tokens or admissions come here, others if they must."""
         pieces = self.graphs.pieces
-        if pieces is not None and pieces.can_run(batch):
+        is_adapted = self._adapters is not None and self._adapters.is_applied
+        if pieces is not None and not is_adapted and pieces.can_run(batch):
             return pieces.replay(batch)
         self.loaded.attn_backend.init_forward_metadata(batch)
         hidden: torch.Tensor = self.loaded.model(batch.input_ids, batch.positions, batch)

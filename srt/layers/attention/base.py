@@ -36,6 +36,8 @@ class Reading(IntEnum):
     """All programs read the same amount, whatever the lengths of the rows."""
     RESIDENT = 3
     """One kernel runs all layers."""
+    ADAPTED = 4
+    """As BY_ROW, in steps in which rows have LoRA adapters."""
 
 
 @dataclass(frozen=True, slots=True)

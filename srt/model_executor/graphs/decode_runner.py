@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from srt.kernels.cpu.decode_step import MOST_ROWS, CpuDecodeStep
+from srt.layers.adapters import DecodeAdapters
 from srt.layers.attention.base import AttentionBackend, HostPlans, Reading
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.sampler import Draws, Sampler
@@ -65,6 +66,7 @@ class DecodeParts:
     resident: Mapping[int, ResidentLayers] = field(
         default_factory=dict
     )  # replace it in short steps, by their number of rows
+    adapters: DecodeAdapters | None = None  # None: no row of a decode step has an adapter
 
 
 class _Chosen(NamedTuple):
@@ -140,6 +142,7 @@ class DecodeRunner:
             compiled,
             cpu_step_of(loaded, state, compiled),
             resident_layers_of(loaded, state, compiled),
+            None if loaded.adapters is None else loaded.adapters.step.of_decodes,
         )
         return cls(
             parts,
@@ -163,7 +166,7 @@ class DecodeRunner:
             wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
         found = {
             reading: tuple(size for size in some if self._can_read(reading, size))
-            for reading, some in (wanted | {Reading.RESIDENT: sizes}).items()
+            for reading, some in (wanted | {Reading.RESIDENT: sizes, Reading.ADAPTED: sizes}).items()
         }
         return {reading: some for reading, some in found.items() if some}
 
@@ -212,6 +215,8 @@ class DecodeRunner:
         return _Chosen(slots, step.reading, reading, size, graph, samples, self._logits_of_rows[num_rows])
 
     def _reading_of(self, step: DecodeStep) -> Reading:
+        if step.reading is Reading.ADAPTED:
+            return step.reading
         resident = self._parts.resident.get(len(step.slots))
         if resident is not None and step.longest <= resident.most_positions:
             return Reading.RESIDENT
@@ -220,6 +225,8 @@ class DecodeRunner:
     def _can_read(self, reading: Reading, num_rows: int) -> bool:
         if reading is Reading.RESIDENT:
             return num_rows in self._parts.resident
+        if reading is Reading.ADAPTED:
+            return self._parts.adapters is not None
         if reading is Reading.BY_ROW:
             return True
         return self._readings is not None and self._readings.can_read(reading, num_rows)
@@ -338,16 +345,26 @@ class DecodeRunner:
         if parts.cpu_step is not None and size <= MOST_ROWS and reading is Reading.BY_ROW:
             parts.cpu_step.logits_into(batch, self.logits[:size])
             return
-        forward: Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor] = parts.model
-        if reading is Reading.RESIDENT:
-            forward = parts.resident[size]
-        else:
-            if self._readings is not None:
-                self._readings.begin_decodes(batch, reading)
-            if self.compiled is not None and size <= self.compiled.max_tokens and reading is not Reading.SHARED:
-                forward = self.compiled
-        hidden = forward(batch.input_ids, batch.positions, batch)
+        with self._adapters_of(size, reading):
+            hidden = self._forward_of(batch, reading)(batch.input_ids, batch.positions, batch)
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
+
+    def _forward_of(self, batch: ForwardBatch, reading: Reading) -> Callable[..., torch.Tensor]:
+        """Launch what precedes the first layer, and return what runs the layers."""
+        parts, size = self._parts, batch.batch_size
+        if reading is Reading.RESIDENT:
+            return parts.resident[size]
+        if self._readings is not None:
+            self._readings.begin_decodes(batch, Reading.BY_ROW if reading is Reading.ADAPTED else reading)
+        if self.compiled is not None and size <= self.compiled.max_tokens and reading is not Reading.SHARED:
+            return self.compiled
+        return parts.model
+
+    def _adapters_of(self, size: int, reading: Reading) -> AbstractContextManager[None]:
+        if reading is not Reading.ADAPTED:
+            return nullcontext()
+        assert self._parts.adapters is not None, "rows have adapters, which this runner does not know"
+        return self._parts.adapters.applied_to_slots(self.buffers.row_slots[:size])
 
     @property
     def _samplers(self) -> dict[SamplingKind, Callable[[int], None]]:
@@ -438,7 +455,7 @@ def find_graph(
     Sharing prefixes is worth more padding than reading by row needs; reading evenly is not. Graphs that are not consulted record no miss.
     """
     found = _serving(graphs, reading, num_rows)
-    if reading is Reading.BY_ROW or (reading is Reading.SHARED and found is not None):
+    if reading in (Reading.BY_ROW, Reading.ADAPTED) or (reading is Reading.SHARED and found is not None):
         return found
     by_row = _serving(graphs, Reading.BY_ROW, num_rows)
     if found is None or by_row is None:

@@ -20,6 +20,7 @@ import srt
 from srt.server_args import DEVICE, MEMORY, ServerArgs
 from srt.utils.cache_folders import own_folder
 from srt.utils.errors import StartError
+from srt.utils.lora_options import LORA
 
 SOURCES = (".py", ".cu", ".cuh", ".h")
 ELSEWHERE = ("base_gpu_id", "random_seed")  # options that do not change the kernels
@@ -35,7 +36,7 @@ class KernelRecord:
         options = [
             (field.name, getattr(args, field.name))
             for field in dataclasses.fields(args)
-            if field.metadata["group"] in (MEMORY, DEVICE) and field.name not in ELSEWHERE
+            if field.metadata["group"] in (MEMORY, DEVICE, LORA) and field.name not in ELSEWHERE
         ]
         self._key = repr((options, model, rank, _name_of(device), torch.__version__, triton.__version__))
 

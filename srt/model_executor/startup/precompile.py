@@ -21,6 +21,7 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.peak_step import largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import (
+    adapted_requests,
     batches,
     mask_something,
     num_distinct_layers,
@@ -109,6 +110,7 @@ def _precompile_later_steps(
         with precompiling(compilers):
             _precompile_graphs(runner, decodes, compilers, kernels)
             run_requests(runner, batches(state.num_slots, state.max_request_tokens, state.page_size))
+            _precompile_adapted_steps(runner)
         compilers.no_more(record.record_complete)
     except Exception as error:
         logger.warning(
@@ -116,6 +118,13 @@ def _precompile_later_steps(
             type(error).__name__,
             error,
         )
+
+
+def _precompile_adapted_steps(runner: ModelRunner) -> None:
+    adapters, state = runner.loaded.adapters, runner.state
+    placeholder = None if adapters is None else adapters.step.placeholder
+    if placeholder is not None:
+        run_requests(runner, adapted_requests(state.max_request_tokens, state.page_size, placeholder))
 
 
 def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Compilers, kernels: GraphKernels) -> None:

@@ -19,6 +19,7 @@ CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than the kernels for few tokens serve
 BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # numbers of rows: one for each class with kernels of its own
 BATCH_TOKENS = 4  # tokens of a row of such a batch
+ADAPTED_CHUNKS = (8, 64, 300, 1100, 4100)
 SHORT_TOKENS = 8  # tokens of a short chunk after a prefix, which has kernels of its own
 
 
@@ -96,6 +97,20 @@ def batches(num_slots: int, max_request_tokens: int, page_size: int) -> Iterator
     if max_request_tokens >= BATCH_TOKENS:
         for count in dict.fromkeys(min(rows, num_slots) for rows in BATCHES):
             yield _batch(count, page_size)
+
+
+def adapted_requests(max_request_tokens: int, page_size: int, adapter: str) -> Iterator[list[PlanSection]]:
+    """Yield the plan sections of a request with an adapter: prompt chunks of each size that has kernels of its own, then a token."""
+    room, chunks = max_request_tokens - 1, []
+    for wanted in ADAPTED_CHUNKS:
+        count = min(wanted, room)
+        if count > 0:
+            chunks.append(count)
+            room -= count
+    if chunks:
+        first, *others = _sections(chunks, page_size, 1.0)
+        admissions = [structs.replace(admission, adapter=adapter) for admission in first.admissions]
+        yield [structs.replace(first, admissions=admissions), *others]
 
 
 def _batch(count: int, page_size: int) -> list[PlanSection]:
