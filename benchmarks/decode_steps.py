@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -42,7 +43,15 @@ E4M3_BELOW_2 = 0xBF  # bits of a number, of which others may be none
 class Steps:
     """A runner whose slots all hold a request that never ends."""
 
-    def __init__(self, runner: ModelRunner, lengths: list[int], most_steps: int, temperature: float = 0.6) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        lengths: list[int],
+        most_steps: int,
+        temperature: float = 0.6,
+        adapters: Sequence[str] | None = None,
+    ) -> None:
+        """`adapters` are the keys of the slots' adapters; without it no slot has one."""
         self._runner = runner
         self.lengths = np.array(lengths)
         empty, ones, slots = int32_array(), np.ones(len(lengths), np.int32), int32_array(range(len(lengths)))
@@ -51,7 +60,16 @@ class Steps:
         pages = int32_array(rng.permutation(int(num_pages.sum())))  # anywhere
         spec = SamplingSpec(max_new_tokens=most_steps + 2, temperature=temperature)
         admissions = [
-            Admission(slot, int32_array(rng.integers(0, 100, length)), length, length - 1, slot, spec, LogprobSpec())
+            Admission(
+                slot,
+                int32_array(rng.integers(0, 100, length)),
+                length,
+                length - 1,
+                slot,
+                spec,
+                LogprobSpec(),
+                adapter=adapters[slot] if adapters else "",
+            )
             for slot, length in enumerate(lengths)
         ]
         deltas = [PageDelta(slots, num_pages.astype(np.int32), pages)]
@@ -113,6 +131,17 @@ class ExpertWatch:
         return f"  experts {mean:.1f} of {shape.distinct_experts(num_rows):.1f}"
 
 
+@torch.inference_mode()
+def fill_kv_memory(runner: ModelRunner) -> None:
+    """Fill it with random numbers: zeros would take less power."""
+    for layer in range(runner.loaded.config.num_layers):
+        for buffer in runner.state.token_to_kv_pool.get_kv(layer):
+            if buffer.dtype.itemsize > 1:
+                buffer.normal_()
+            else:
+                buffer.view(torch.uint8).random_(0, 256).bitwise_and_(E4M3_BELOW_2)
+
+
 def print_kernels(steps: Steps, num_rows: int) -> None:
     """What takes the most time; quantiles, as one kernel serves several products."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -159,14 +188,7 @@ def main() -> int:
     runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
     experts = ExpertWatch(runner)
     runner.graphs.capture_all()
-    with torch.inference_mode():
-        for layer in range(runner.loaded.config.num_layers):
-            for buffer in runner.state.token_to_kv_pool.get_kv(layer):
-                # Zeros would take less power.
-                if buffer.dtype.itemsize > 1:
-                    buffer.normal_()
-                else:
-                    buffer.view(torch.uint8).random_(0, 256).bitwise_and_(E4M3_BELOW_2)
+    fill_kv_memory(runner)
     steps = Steps(runner, lengths, most_steps)
     print(f"{options.model_path} on {hardware.name}; {limits.versions()}")
     figures = []

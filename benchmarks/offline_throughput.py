@@ -1,6 +1,6 @@
 """Output tokens per second of many requests at once, through `srt.Runtime`, beside the limit of the hardware.
 
-    python -m benchmarks.offline_throughput --model-path qwen3-8b --load-format dummy [any option of the server]
+    python -m benchmarks.offline_throughput --model-path qwen3-8b --load-format dummy [--adapters 8] [any option of the server]
 
 256 requests of 100 to 1,024 tokens in and out, temperature 0.6, all sent at the start: once as soon as the server answers, which is shown
 by itself, then with all graphs captured. The limit is a bound on the whole run, not on its steps one by one: all bytes that it must read
@@ -13,10 +13,14 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from benchmarks import limits, models
+from benchmarks.adapters import write_adapters
 from benchmarks.graphs import wait_for_graphs
 from srt.runtime import Runtime
 from srt.server_args import parse_args
@@ -31,6 +35,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--runs", type=int, default=2, help="behind the first; the best is shown")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--adapters", type=int, default=0, help="then also with so many LoRA adapters, in turns")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     if min(options.requests, options.least, options.runs) < 1 or options.most < options.least:
@@ -47,7 +53,7 @@ def main() -> int:
         for i, n in enumerate(lengths_out)
     ]
     took_s = []
-    with Runtime(**given) as runtime:
+    with TemporaryDirectory() as root, Runtime(**given, **lora_options(folder, root, options)) as runtime:
         runtime.generate(input_ids=[[5] * 64] * options.requests, sampling_params={**sampling[0], "max_new_tokens": 16})
         for number in range(1 + options.runs):
             if number == 1:
@@ -56,6 +62,13 @@ def main() -> int:
             begin_s = time.perf_counter()
             answers = runtime.generate(input_ids=prompts, sampling_params=sampling)
             took_s.append(time.perf_counter() - begin_s)
+            assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
+        adapted_s = []
+        names = [f"adapter-{number % max(1, options.adapters)}" for number in range(options.requests)]
+        for _ in range(options.runs + 1 if options.adapters else 0):
+            begin_s = time.perf_counter()
+            answers = runtime.generate(input_ids=prompts, sampling_params=sampling, lora_path=names)
+            adapted_s.append(time.perf_counter() - begin_s)
             assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
     first_s, *took_s = took_s
     limit_s = shape_limit_s(shape, device, lengths_in, lengths_out)
@@ -68,10 +81,27 @@ def main() -> int:
     )
     print(f"(of {', '.join(f'{s:.2f}' for s in took_s)}; the first after the start {first_s:.2f})")
     print(f"{speed:,.0f} output tokens/s; limit {limit:,.0f}; ratio {limit / speed:.2f}")
+    if adapted_s:
+        shown = ", ".join(f"{s:.2f}" for s in adapted_s)
+        print(
+            f"with {options.adapters} adapters {min(adapted_s):.2f} s (of {shown}): {min(took_s) / min(adapted_s):.3f}",
+            end=" ",
+        )
+        print("of the throughput without")
     record = {"benchmark": "offline_throughput", "model": options.model_path, "device": asdict(device)}
     figures = {"output_tokens_s": speed, "limit": limit, "seconds": took_s, "first_s": first_s}
+    figures |= {"adapters": options.adapters, "adapted_seconds": adapted_s}
     limits.write_jsonl(options.jsonl, {**record, "options": server_options, "versions": limits.versions(), **figures})
     return 0
+
+
+def lora_options(model_folder: str, root: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the adapters, if any, and return the options of a server that has them."""
+    if not options.adapters:
+        return {}
+    folders = write_adapters(model_folder, Path(root), options.adapters, options.rank)
+    paths = tuple(f"{name}={folder}" for name, folder in folders.items())
+    return {"lora_paths": paths, "max_loras_per_batch": options.adapters}
 
 
 def shape_limit_s(shape: limits.Shape, device: limits.Device, lengths_in: np.ndarray, lengths_out: np.ndarray) -> float:
