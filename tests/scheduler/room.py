@@ -174,8 +174,9 @@ class Room:
         if len(victims) < len(gone):
             return False
         if victims:
-            if len(plans) == 1:
-                self._check_need(core, before, victims, live(), plans[0])
+            # With fewer steps in flight than may be, one more was tried behind this plan, and took the slot before it came to nothing.
+            if len(plans) == 1 and core.stream.num_in_flight == core.window:
+                self._check_need(core, before, victims, live())
             return False
         if before.displacer is not None:
             is_left_out = before.displacer.progress.status is Status.WAITING
@@ -382,18 +383,13 @@ class Room:
         is_enough = one.priority - other.priority >= self._settings.threshold
         return self._settings.policy == "priority" and is_enough and self._rank(one) < self._rank(other)
 
-    def _check_need(
-        self, core: SchedulerCore, before: Glance, victims: list[Seat], live: list[Request], plan: StepPlan
-    ) -> None:
+    def _check_need(self, core: SchedulerCore, before: Glance, victims: list[Seat], live: list[Request]) -> None:
         """Had the best of the victims stayed, the step would have lacked pages, or one that goes before it its place."""
         best = min(victims, key=lambda seat: self._rank(seat.request))
         stayed = [seat for seat in before.seats if seat not in victims] + [best]
         most_lacking = len(before.seats) * self._pages_for(self._settings.row_tokens)
         self._statistics["rule: nobody loses its slot without need"] += 1
-        # With fewer steps in flight than may be, one more was tried behind this plan, and took the slot before it came to nothing.
-        was_another_tried = core.stream.num_in_flight < core.window
-        taken = int(plan.sections[0].pages[0].counts.sum()) if was_another_tried else 0
-        if self._available(stayed) - taken <= most_lacking:
+        if self._available(stayed) <= most_lacking:
             return
         lost, there = {seat.request.serial for seat in victims}, {seat.request.serial for seat in before.seats}
         coming = [r for r in live if r.serial not in there and r.progress.status is Status.RUNNING]
