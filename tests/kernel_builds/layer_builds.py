@@ -254,7 +254,7 @@ _FILTER_TYPES = {
     **dict.fromkeys(("temperatures_ptr", "best_ptr", "near_ptr", "thresholds_ptr"), "*fp32"),
     **dict.fromkeys(("rows_ptr", "top_ks_ptr"), "*i64"),
     **dict.fromkeys(("top_ps_ptr", "min_ps_ptr", "masses_ptr"), "*fp64"),
-    **dict.fromkeys(("counts_ptr", "gathered_ptr"), "*i32"),
+    "counts_ptr": "*i32",
     **dict.fromkeys(("row_stride", "num_columns", "num_blocks"), "i32"),
 }
 

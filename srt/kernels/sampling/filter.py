@@ -122,7 +122,6 @@ def filter_levels_kernel(
     best_ptr: tl.tensor,
     masses_ptr: tl.tensor,  # [F, blocks, levels] float64: sum of weights within the level's distance; 0 if the row uses top_k
     counts_ptr: tl.tensor,  # [F, blocks, levels] int32: number of values within the level's distance
-    gathered_ptr: tl.tensor,  # [F] int32, cleared here
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     num_blocks: tl.tensor,
@@ -157,8 +156,6 @@ def filter_levels_kernel(
     out = (place * num_blocks + block) * _LEVELS + levels
     tl.store(masses_ptr + out, masses)
     tl.store(counts_ptr + out, counts)
-    if block == 0:
-        tl.store(gathered_ptr + place, 0)
 
 
 @jit
@@ -185,7 +182,7 @@ def _choose_level(
     return level, tl.sum(tl.where(levels == level, counts, 0), 0), total
 
 
-@kernel(one_variant_for=(*_FILTERS, "best_ptr", "masses_ptr", "counts_ptr", "gathered_ptr", "num_blocks"))
+@kernel(one_variant_for=(*_FILTERS, "best_ptr", "masses_ptr", "counts_ptr", "num_blocks"))
 def filter_gather_kernel(
     logits_ptr: tl.tensor,
     rows_ptr: tl.tensor,
@@ -196,8 +193,7 @@ def filter_gather_kernel(
     best_ptr: tl.tensor,
     masses_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    gathered_ptr: tl.tensor,  # [F] int32: number of values gathered so far
-    near_ptr: tl.tensor,  # [F, ROOM] float32, unordered
+    near_ptr: tl.tensor,  # [F, ROOM] float32, in the order of the vocabulary, so that sums of weights have one order
     row_stride: tl.tensor,
     num_columns: tl.tensor,
     num_blocks: tl.tensor,
@@ -225,9 +221,10 @@ def filter_gather_kernel(
         best = _best_of(best_ptr, place, num_blocks, NUM_BLOCKS)
         is_near = (columns < num_columns) & (values >= best - _distance(level))
         ranks = tl.cumsum(is_near.to(tl.int32), 0)
-        here = tl.max(ranks, 0)
-        if here > 0:
-            first = tl.atomic_add(gathered_ptr + place, here)
+        if tl.max(ranks, 0) > 0:
+            blocks = tl.arange(0, NUM_BLOCKS)
+            counts = counts_ptr + (place * num_blocks + blocks) * _LEVELS + level
+            first = tl.sum(tl.load(counts, mask=blocks < block, other=0), 0)
             tl.store(near_ptr + place * ROOM + first + ranks - 1, values, mask=is_near)
 
 
@@ -420,16 +417,15 @@ def filter_thresholds(
     levels = (num_filtered, num_blocks, _LEVELS.value)
     masses = torch.empty(levels, dtype=torch.float64, device=device)
     counts = torch.empty(levels, dtype=torch.int32, device=device)
-    gathered = torch.empty(num_filtered, dtype=torch.int32, device=device)
     near = torch.empty((num_filtered, ROOM), dtype=torch.float32, device=device)
     inputs = (logits, temperatures if rows is None else rows, temperatures, top_ks, top_ps, min_ps, best)
     sizes = (logits.stride(0), num_columns, num_blocks)
     options = {"HAS_ROWS": rows is not None, **pdl_options(pdl)}
     grid = (num_blocks, num_filtered)
     filter_best_kernel[grid](*inputs, *sizes, BLOCK=BLOCK, **options)
-    filter_levels_kernel[grid](*inputs, masses, counts, gathered, *sizes, NUM_BLOCKS=width, BLOCK=BLOCK, **options)
+    filter_levels_kernel[grid](*inputs, masses, counts, *sizes, NUM_BLOCKS=width, BLOCK=BLOCK, **options)
     filter_gather_kernel[grid](
-        *inputs, masses, counts, gathered, near, *sizes, ROOM=ROOM, NUM_BLOCKS=width, BLOCK=BLOCK, **options
+        *inputs, masses, counts, near, *sizes, ROOM=ROOM, NUM_BLOCKS=width, BLOCK=BLOCK, **options
     )
     for whole in (False, True):
         filter_threshold_kernel[(num_filtered,)](
