@@ -303,7 +303,9 @@ class ServerArgs(LoraOptions):
     torch_compile_max_bs: int = option(32, "most rows of a compiled decode step (--enable-torch-compile)", group=DEVICE)
     random_seed: int | None = option(None, "seed from which requests without a seed get theirs", group=DEVICE)
     enable_deterministic_inference: bool = option(
-        False, "give a request the same ids and logprobs, to the bit, in any batch; on a CPU", group=DEVICE
+        False,
+        "give a request the same ids and logprobs, to the bit, in any batch; on a CPU or one Hopper GPU",
+        group=DEVICE,
     )
     disable_custom_all_reduce: bool = option(
         False,

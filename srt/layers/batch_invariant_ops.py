@@ -6,8 +6,9 @@ PyTorch is done element by element without rounding in between: additions, conve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
@@ -15,6 +16,8 @@ from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.logits_processor import LogitsProcessor, gather_vocabulary
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation
+from srt.layers.sampler import Draws, Sampler
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -59,10 +62,20 @@ class BatchInvariantOps(LayerOps):
         return layer(*layer.split_packed(qkv), batch)  # type: ignore[no-any-return]  # calls of modules are untyped
 
 
+class RowLogprobs(Protocol):
+    """Computes a row's logprobs without regard to the other rows."""
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Return the logprobs [rows, vocabulary] float32 of float32 logits."""
+
+    def largest(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ids [rows, count] int32 of the largest logprobs of each row, and their values. Equal ones are ordered by id."""
+
+
 class BatchInvariantLogitsProcessor(LogitsProcessor):
     """Computes a row's logprobs without regard to the other rows, and orders equal ones by token id."""
 
-    def __init__(self, tp: TensorParallel, vocab_size: int, kernels: BatchInvariantKernels) -> None:
+    def __init__(self, tp: TensorParallel, vocab_size: int, kernels: RowLogprobs) -> None:
         super().__init__(tp, vocab_size)
         self._kernels = kernels
 
@@ -71,3 +84,38 @@ class BatchInvariantLogitsProcessor(LogitsProcessor):
 
     def largest(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._kernels.largest(log_probs, count)
+
+
+class BatchInvariantGpuSampler(Sampler):
+    """Filters float32 logits only: how a kernel adds up the weights of a row depends on the type that it reads."""
+
+    def draw_filtered(self, logits: Tensor, rows: DrawTables, positions: Tensor) -> Draws:
+        return super().draw_filtered(logits.to(torch.float32), rows, positions)
+
+
+def batch_invariant_ops(device: torch.device) -> LayerOps:
+    """Return the operations for this device."""
+    if device.type != "cuda":
+        return BatchInvariantOps(BatchInvariantKernels.load())
+    # Imported here because Triton is installed only with PyTorch for CUDA.
+    from srt.layers.batch_invariant_gpu import BatchInvariantGpuOps
+
+    return BatchInvariantGpuOps()
+
+
+def batch_invariant_logits_processor(
+    tp: TensorParallel, vocab_size: int, device: torch.device
+) -> BatchInvariantLogitsProcessor:
+    """Return the logits processor for this device."""
+    if device.type != "cuda":
+        return BatchInvariantLogitsProcessor(tp, vocab_size, BatchInvariantKernels.load())
+    from srt.layers.batch_invariant_gpu import GpuRowLogprobs
+
+    return BatchInvariantLogitsProcessor(tp, vocab_size, GpuRowLogprobs())
+
+
+def batch_invariant_sampler(tp: TensorParallel, vocab_size: int, shard_start: int, tables: ReqToTokenPool) -> Sampler:
+    """Return the sampler for the device of the tables."""
+    if tables.seq_lens.is_cuda:
+        return BatchInvariantGpuSampler(tp, vocab_size, shard_start, tables)
+    return Sampler(tp, vocab_size, shard_start, tables, BatchInvariantKernels.load().filter_threshold)

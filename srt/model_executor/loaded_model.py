@@ -11,11 +11,10 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.pipeline import Pipeline
-from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
 from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
-from srt.layers.batch_invariant_ops import BatchInvariantLogitsProcessor, BatchInvariantOps
+from srt.layers.batch_invariant_ops import batch_invariant_logits_processor, batch_invariant_ops
 from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.ops import LayerOps
 from srt.layers.ops_choice import layer_ops
@@ -164,7 +163,7 @@ def load_model(
         attention=attention,
         attn_backend=attn_backend,
         captures_prompts=captures_prompts,
-        logits_processor=_logits_processor(args, config, tp),
+        logits_processor=_logits_processor(args, config, tp, device),
         staging=staging,
         draw_store=draw_store,
         model=model,
@@ -174,7 +173,7 @@ def load_model(
 
 def resolve_ops(args: ServerArgs, device: torch.device) -> LayerOps:
     """Return the operations that the options ask for, or those of the device."""
-    return BatchInvariantOps(BatchInvariantKernels.load()) if args.enable_deterministic_inference else layer_ops(device)
+    return batch_invariant_ops(device) if args.enable_deterministic_inference else layer_ops(device)
 
 
 def _adapters_of(
@@ -189,9 +188,11 @@ def _adapters_of(
         return ModelAdapters.of(args, config, model, dtype, device)
 
 
-def _logits_processor(args: ServerArgs, config: ModelConfig, tp: TensorParallel) -> LogitsProcessor:
+def _logits_processor(
+    args: ServerArgs, config: ModelConfig, tp: TensorParallel, device: torch.device
+) -> LogitsProcessor:
     if args.enable_deterministic_inference:
-        return BatchInvariantLogitsProcessor(tp, config.vocab_size, BatchInvariantKernels.load())
+        return batch_invariant_logits_processor(tp, config.vocab_size, device)
     return LogitsProcessor(tp, config.vocab_size)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 OPTION = "--enable-deterministic-inference"
-ON_CPU_ONLY = f"{OPTION} works on a CPU only: leave it out, or serve with --device cpu."
 
 
 def option_obstacle(values: Mapping[str, Any]) -> str | None:
@@ -26,6 +25,4 @@ def option_obstacle(values: Mapping[str, Any]) -> str | None:
         "--decode-attention-backend": values["decode_attention_backend"] is not None,
     }
     name = next((name for name, is_asked_for in unsupported.items() if is_asked_for), None)
-    if name is not None:
-        return f"{OPTION} does not support {name}: leave one of the two out."
-    return ON_CPU_ONLY if values["device"] == "cuda" else None
+    return None if name is None else f"{OPTION} does not support {name}: leave one of the two out."

@@ -43,6 +43,7 @@ from srt.kernels.elementwise.gather_window import gather_window_kernel
 from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
 from srt.kernels.sampling.token_masks import apply_token_masks_kernel
 from tests.kernel_builds.expert_builds import expert_builds
+from tests.kernel_builds.invariant_builds import invariant_builds
 from tests.kernel_builds.kernel_build import HOPPER, TYPE_NAMES, KernelBuild
 from tests.kernel_builds.latent_builds import latent_builds
 from tests.kernel_builds.layer_builds import layer_builds
@@ -65,7 +66,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         _find_shares(),
     ]
     builds += [_token_masks(bf16), _token_masks(torch.float32)]
-    builds += [*layer_builds(), *expert_builds(), *latent_builds(shared), *lora_builds()]
+    builds += [*layer_builds(), *expert_builds(), *latent_builds(shared), *lora_builds(), *invariant_builds()]
     builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
     builds.append(_extend(bf16, 256, 2, shared, softcap=50.0))
     for dtype, head_dim, group in cases:

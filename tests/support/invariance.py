@@ -67,11 +67,13 @@ class Probe:
                 self.bits[first + i, place + 1].add(part.top_ids[at].tobytes() + part.top[at].tobytes())
 
 
-def make_probes(count: int, vocab_size: int, num_tokens: int = 6) -> list[Probe]:
+def make_probes(
+    count: int, vocab_size: int, num_tokens: int = 6, lengths: Sequence[int] = (3, 20, 37, 70)
+) -> list[Probe]:
     """Return requests of different lengths and sampling parameters. Each second one begins like the one before it."""
     rng, probes = random.Random(7), list[Probe]()
     for number in range(count):
-        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice((3, 20, 37, 70)))]
+        prompt = [rng.randrange(3, vocab_size) for _ in range(rng.choice(lengths))]
         if number % 2:
             prompt = probes[-1].prompt[:18] + prompt
         sampling = SamplingSpec(num_tokens, **WAYS[number % len(WAYS)])
@@ -80,7 +82,12 @@ def make_probes(count: int, vocab_size: int, num_tokens: int = 6) -> list[Probe]
 
 
 def run_trials(
-    runner: ModelRunner, probes: Sequence[Probe], num_trials: int, page_size: int, chunks: Sequence[int]
+    runner: ModelRunner,
+    probes: Sequence[Probe],
+    num_trials: int,
+    page_size: int,
+    chunks: Sequence[int],
+    batches: Sequence[int] = BATCHES,
 ) -> int:
     """Run at least this many trials: rows of random batches, with cold and warm caches. Return their number."""
     rng, trials = random.Random(3), 0
@@ -88,7 +95,7 @@ def run_trials(
         runner.reset()
         driver = PlanDriver(runner, page_size, chunk=rng.choice(chunks), share=True)
         for _ in range(2):  # the second batch finds prefixes of the first
-            chosen = [rng.choice(probes) for _ in range(rng.choice(BATCHES))]
+            chosen = [rng.choice(probes) for _ in range(rng.choice(batches))]
             jobs = [probe.job(rng) for probe in chosen]
             driver.run(jobs)
             for probe, job in zip(chosen, jobs, strict=True):

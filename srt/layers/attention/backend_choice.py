@@ -86,8 +86,15 @@ def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBack
     # Imported where they are used, because Triton and flashinfer are not installed on every host.
     if name == "torch_native":
         return TorchNativeBackend() if spec.latents is None else TorchLatentBackend()
-    if name == "batch_invariant":
+    if name == "batch_invariant" and device.type != "cuda":
         return BatchInvariantBackend(BatchInvariantKernels.load())
+    if name == "batch_invariant":
+        from srt.kernels.build.triton_support import require_triton
+
+        require_triton(device.type)
+        from srt.layers.attention.invariant_triton_backend import InvariantTritonBackend
+
+        return InvariantTritonBackend(spec, device)
     if name == "triton":
         from srt.kernels.build.triton_support import require_triton
 

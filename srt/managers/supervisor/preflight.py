@@ -14,7 +14,7 @@ from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
-from srt.utils.deterministic import ON_CPU_ONLY, OPTION
+from srt.utils.deterministic import OPTION
 from srt.utils.draft_model import draft_model_args
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
@@ -29,6 +29,7 @@ from srt.utils.quantization import QUANTIZING
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
 HEAD_MULTIPLE = 16  # elements: what the kernels of deterministic servers read at once
+LARGEST_GPU_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +243,6 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
 
 def check_deterministic(args: ServerArgs, config: ModelConfig) -> None:
     """Raise StartError if answers could depend on the batch here."""
-    if not runs_on_cpu(args):
-        raise StartError(ON_CPU_ONLY)
     dtype = config.torch_dtype if args.dtype == "auto" else args.dtype
     if dtype not in ("float32", "bfloat16"):
         raise StartError(f"{OPTION} computes in float32 or bfloat16, not in {dtype}: choose one of them with --dtype.")
@@ -260,6 +259,24 @@ def check_deterministic(args: ServerArgs, config: ModelConfig) -> None:
     if head_dim % HEAD_MULTIPLE:
         raise StartError(
             f"{OPTION} needs heads whose size is a multiple of {HEAD_MULTIPLE}, not {head_dim}: leave it out."
+        )
+    if not runs_on_cpu(args):
+        check_deterministic_on_gpu(args, config)
+
+
+def check_deterministic_on_gpu(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError for what works in the deterministic mode on a CPU only. Workers check the kind of the GPU."""
+    if args.tp_size > 1:
+        raise StartError(f"{OPTION} works with --tp 1 only on a GPU: leave --tp out, or serve with --device cpu.")
+    if any(layer.self_attention.window is not None for layer in config.layers):
+        raise StartError(
+            f"{OPTION} does not serve models with sliding windows on a GPU: leave it out, or serve with --device cpu."
+        )
+    head_dim = config.layers[0].self_attention.head_dim
+    if head_dim > LARGEST_GPU_HEAD:
+        raise StartError(
+            f"{OPTION} serves heads of at most {LARGEST_GPU_HEAD} on a GPU, not {head_dim}: leave it out, or serve with"
+            " --device cpu."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
+from srt.layers.batch_invariant_ops import batch_invariant_sampler
 from srt.layers.sampler import Sampler
 from srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 
@@ -61,9 +61,9 @@ def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tok
         args.max_running_requests, max_request_tokens, num_pages, args.page_size, device, groups.windows, window_pages
     )
     kv_pool = init_kv_pool(loaded, num_pages, window_pages)
-    find_threshold = BatchInvariantKernels.load().filter_threshold if args.enable_deterministic_inference else None
     shard_start = loaded.model.lm_head.shard_start if loaded.stage.is_last else 0  # other stages draw nothing
-    sampler = Sampler(loaded.tp, config.vocab_size, shard_start, tables, find_threshold)
+    new_sampler = batch_invariant_sampler if args.enable_deterministic_inference else Sampler
+    sampler = new_sampler(loaded.tp, config.vocab_size, shard_start, tables)
     return DeviceState(tables, kv_pool, sampler, max_request_tokens)
 
 

@@ -11,6 +11,7 @@ from srt.server_args import ArgumentError, parse_args
 from srt.utils.errors import StartError
 from tests.support.checkpoints import CheckpointFactory
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
 WORDS = ["--device", "cpu", "--enable-deterministic-inference"]
 
 
@@ -35,11 +36,6 @@ def test_an_option_is_refused_by_its_name(others: list[str]) -> None:
         parse_args(["--model-path", "tiny", *WORDS, *others])
 
 
-def test_a_gpu_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="works on a CPU only"):
-        parse_args(["--model-path", "tiny", "--device", "cuda", "--enable-deterministic-inference"])
-
-
 @pytest.mark.parametrize(
     ("family", "fields", "words", "reason"),
     [
@@ -55,6 +51,22 @@ def test_a_model_is_refused(
     folder = checkpoint(family, **fields)
     with pytest.raises(StartError, match=reason):
         check_model(parse_args(["--model-path", str(folder), *WORDS, *words]))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "words", "reason"),
+    [
+        ("qwen3", {}, ["--tp", "2"], "works with --tp 1 only on a GPU"),
+        ("qwen3", {"head_dim": 272}, [], "heads of at most 256 on a GPU"),
+        ("qwen2", {"config": WINDOW}, [], "does not serve models with sliding windows on a GPU"),
+    ],
+)
+def test_a_model_is_refused_on_a_gpu(
+    checkpoint: CheckpointFactory, family: str, fields: dict[str, Any], words: list[str], reason: str
+) -> None:
+    folder = checkpoint(family, **fields)
+    with pytest.raises(StartError, match=reason):
+        check_model(parse_args(["--model-path", str(folder), "--device", "cuda", *WORDS[2:], *words]))
 
 
 def test_a_dense_model_is_served(checkpoint: CheckpointFactory) -> None:

@@ -1,0 +1,299 @@
+"""Paged attention whose result for a token depends, to the bit, on its position and on what its request has stored, and on nothing else.
+
+The positions that a token sees are cut into splits at fixed places. A split is computed from its first position on, in blocks, and the
+splits are merged in order. A prompt's token and a decode do the same arithmetic with the same instructions: a tile of a decode is padded
+to the 64 rows that Hopper's instruction has. Programs may compute a split each, which `merge_splits_kernel` merges, or all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.attention.paged_kv import PagedKV, check_queries
+from srt.kernels.build.jit import block_dim, dot_dtype, jit, kernel
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
+
+SPLIT: Final = 512  # positions; a result depends on it
+_PROGRAMS_PER_PROCESSOR: Final = 2
+_MOST_PARTS_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantTiles:
+    """(Token, head of the group) pairs of a program, and positions at once. Only `positions` is part of the order of sums."""
+
+    pairs: int
+    positions: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, dtype: torch.dtype, head_dim: int, pairs: int) -> InvariantTiles:
+        """Return the tile for rows of up to this many pairs."""
+        if dtype is torch.float32:
+            return cls(16, 32, num_warps=4, num_stages=1)
+        if head_dim > 128:
+            return cls(64, 64, num_warps=4, num_stages=2)
+        return cls(128, 64, 8, 3) if pairs > 64 else cls(64, 64, 4, 3)
+
+    @classmethod
+    def most_grouped(cls, dtype: torch.dtype) -> int:
+        """Return how many query heads may share a KV head."""
+        return cls.choose(dtype, 64, 1).pairs
+
+
+@jit
+def _merged(
+    peak: tl.tensor, total: tl.tensor, acc: tl.tensor, peak_2: tl.tensor, total_2: tl.tensor, acc_2: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Merge the results of two neighbouring ranges of positions. The later one may have none that the token sees."""
+    new_peak = tl.maximum(peak, peak_2)
+    shrink = tl.exp2(peak - new_peak)
+    shrink_2 = tl.exp2(peak_2 - new_peak)
+    return new_peak, total * shrink + total_2 * shrink_2, acc * shrink[:, None] + acc_2 * shrink_2[:, None]
+
+
+@kernel(
+    one_variant_for=(
+        "slots_ptr",
+        "lens_ptr",
+        "prefix_lens_ptr",
+        "start_locs_ptr",
+        "parts_ptr",
+        "peaks_ptr",
+        "most_splits",
+    )
+)
+def invariant_attention_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    lens_ptr: tl.tensor,  # tokens of the row; IS_DECODE: its positions, the new one included
+    prefix_lens_ptr: tl.tensor,
+    start_locs_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    parts_ptr: tl.tensor,  # [rows, heads, most_splits, HEAD_DIM] float32
+    peaks_ptr: tl.tensor,  # [rows, heads, most_splits, 2] float32: largest score, sum of weights
+    most_splits: tl.tensor,
+    scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
+    q_token_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    k_location_stride: tl.tensor,
+    v_location_stride: tl.tensor,
+    page_table_stride: tl.tensor,
+    IS_DECODE: tl.constexpr,
+    PARTED: tl.constexpr,  # splits are stored, not merged
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (tile, KV head, row); pair m of a row is token m // GROUP, head m % GROUP of the group.
+
+    With IS_DECODE a row has one tile, and the first index is that of a program which takes each n-th split of n programs.
+    """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    if IS_DECODE:
+        extend_len = 1
+        prefix_len = tl.load(lens_ptr + row).to(tl.int32) - 1
+        start = row.to(tl.int64)
+        tile = 0
+        first_split = tl.program_id(0)
+        step = tl.num_programs(0)
+    else:
+        extend_len = tl.load(lens_ptr + row).to(tl.int32)
+        prefix_len = tl.load(prefix_lens_ptr + row).to(tl.int32)
+        start = tl.load(start_locs_ptr + row).to(tl.int64)
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles that see the most positions go first
+        first_split = 0
+        step = 1
+        if tile * BLOCK_M >= extend_len * GROUP:
+            return
+    pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    tokens = pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    is_pair = tokens < extend_len
+    mask = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
+    head_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + (start + tokens)[:, None] * q_token_stride + head_offsets, mask=mask, other=0.0).to(DOT_DTYPE)
+    pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * page_table_stride
+    query_positions = prefix_len + tokens
+    end = prefix_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, extend_len - 1) + 1
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(first_split, tl.cdiv(end, SPLIT), step):
+        split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_total = tl.zeros([BLOCK_M], tl.float32)
+        split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for block in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end), BLOCK_N):
+            positions = block + tl.arange(0, BLOCK_N)
+            live = positions < end
+            pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+            locations = pages * PAGE_SIZE + positions % PAGE_SIZE
+            kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+            kv_offsets = kv_head * HEAD_DIM + dims[None, :]
+            k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0)
+            v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2
+            visible = live[None, :] & (positions[None, :] <= query_positions[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(split_peak, tl.max(scores, 1))
+            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: the query sees no position of the split
+            weights = tl.exp2(scores - origin[:, None])
+            shrink = tl.exp2(split_peak - origin)
+            split_total = split_total * shrink + tl.sum(weights, 1)
+            split_acc = split_acc * shrink[:, None]
+            split_acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), split_acc, input_precision="ieee")
+            split_peak = new_peak
+        if PARTED:
+            place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * most_splits + split
+            tl.store(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], split_acc, mask=mask)
+            tl.store(peaks_ptr + place * 2, split_peak, mask=is_pair)
+            tl.store(peaks_ptr + place * 2 + 1, split_total, mask=is_pair)
+        else:
+            peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc)
+    let_next_start_late(PDL)
+    if not PARTED:
+        out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
+        tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel(one_variant_for=("lens_ptr", "parts_ptr", "peaks_ptr", "most_splits"))
+def merge_splits_kernel(
+    lens_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    most_splits: tl.tensor,
+    out_token_stride: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (head, row) merges the splits of one head in order."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    ones = tl.arange(0, 1)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (dims < HEAD_DIM)[None, :]
+    first = (row * tl.num_programs(0) + head) * most_splits
+    peak = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    for split in range(tl.cdiv(tl.load(lens_ptr + row).to(tl.int32), SPLIT)):
+        place = first + split + ones
+        part = tl.load(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+        peak, total, acc = _merged(
+            peak, total, acc, tl.load(peaks_ptr + place * 2), tl.load(peaks_ptr + place * 2 + 1), part
+        )
+    offsets = row * out_token_stride + head * HEAD_DIM + dims[None, :] + ones[:, None]
+    tl.store(out_ptr + offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def attend_chunks(
+    q: torch.Tensor,
+    kv: PagedKV,
+    slots: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    start_locs: torch.Tensor,
+    max_extend_len: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attend with the queries ``q[start_locs[r] :][: extend_lens[r]]`` of each row r, at positions from `prefix_lens[r]` on, into `out`.
+
+    All keys and values, those of the chunks included, are read from the memory.
+    """
+    num_rows, group = len(slots), check_queries(q, out, kv)
+    if num_rows == 0 or max_extend_len == 0:
+        return
+    tiles = InvariantTiles.choose(q.dtype, kv.head_dim, max_extend_len * group)
+    grid = triton.cdiv(max_extend_len * group, tiles.pairs), kv.num_kv_heads, num_rows
+    _launch(grid, q, kv, (slots, extend_lens, prefix_lens, start_locs), scale, out, tiles, None, 1, 0)
+
+
+def attend_decodes(
+    q: torch.Tensor,
+    kv: PagedKV,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    max_context: int,
+    num_processors: int,
+    scale: float,
+    out: torch.Tensor,
+    pdl: int = 0,
+    num_programs: int | None = None,
+) -> None:
+    """Attend with one query for each row, the last of its `lens` positions. `num_programs` replaces the choice of programs for a head."""
+    num_rows, num_heads, head_dim = q.shape
+    group = check_queries(q, out, kv)
+    tiles = InvariantTiles.choose(q.dtype, head_dim, group)
+    assert group <= tiles.pairs, f"{group} query heads share a KV head, more than a tile's {tiles.pairs}"
+    if num_rows == 0:
+        return
+    most_splits = triton.cdiv(max_context, SPLIT)
+    sizes = num_rows, num_heads, most_splits
+    if num_programs is None:
+        wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_rows * kv.num_kv_heads)
+        num_programs = min(wanted, most_splits) if 4 * math.prod(sizes) * (head_dim + 2) <= _MOST_PARTS_BYTES else 1
+    rows = slots, lens, lens, lens
+    if num_programs == 1:
+        _launch((1, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, None, most_splits, pdl)
+        return
+    parts = torch.empty((*sizes, head_dim), dtype=torch.float32, device=q.device)
+    peaks = torch.empty((*sizes, 2), dtype=torch.float32, device=q.device)
+    _launch((num_programs, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, (parts, peaks), most_splits, pdl)
+    merge_splits_kernel[(num_heads, num_rows)](
+        lens, parts, peaks, out, most_splits, out.stride(0),
+        HEAD_DIM=head_dim, BLOCK_D=block_dim(head_dim), SPLIT=SPLIT, num_warps=1, enable_fp_fusion=False,
+        **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    q: torch.Tensor,
+    kv: PagedKV,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    out: torch.Tensor,
+    tiles: InvariantTiles,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    most_splits: int,
+    pdl: int,
+) -> None:
+    # Without fused multiplications and additions, which the compiler would place otherwise in another variant.
+    _, num_heads, head_dim = q.shape
+    slots, lens, prefix_lens, start_locs = rows
+    invariant_attention_kernel[grid](
+        q, kv.k_buffer, kv.v_buffer, kv.page_table, slots, lens, prefix_lens, start_locs, out,
+        *((out, out) if parts is None else parts), most_splits, scale * math.log2(math.e),
+        q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
+        IS_DECODE=prefix_lens is lens, PARTED=parts is not None, GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim,
+        PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.pairs, BLOCK_D=block_dim(head_dim),
+        BLOCK_N=tiles.positions, SPLIT=SPLIT, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+        **pdl_options(pdl),
+    )  # fmt: skip
