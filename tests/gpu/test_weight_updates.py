@@ -1,0 +1,83 @@
+"""Weights that are updated in place under captured graphs: afterwards every path draws what a fresh runner draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from srt.model_executor.model_runner import ModelRunner
+from srt.protocol.engine_work import LoadWeights
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.plan_driver import Job, PlanDriver, greedy
+from tests.support.quantised_checkpoint import WEIGHT_ONLY, write_quantised
+from tests.support.runners import decodes_of, make_runner
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+REAL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+}
+"""Layers of Qwen3-0.6B, which single rows decode in one kernel."""
+
+
+def captured(folder: Path, **options: Any) -> ModelRunner:
+    runner = make_runner(folder, 16, device=CUDA, cuda_graph_bs=(1, 2, 4), **options)
+    runner.graphs.capture_all()
+    return runner
+
+
+def drawn(runner: ModelRunner) -> list[list[int]]:
+    """Greedy tokens of rows alone, of a few and of many."""
+    found = []
+    for num_rows in (1, 3, 12):
+        runner.reset()
+        jobs = [Job([7, 8, 9, n], greedy(8)) for n in range(num_rows)]
+        PlanDriver(runner, 16).run(jobs)
+        found += [job.outputs for job in jobs]
+    return found
+
+
+def check_update(old: Path, new: Path, **options: Any) -> ModelRunner:
+    runner = captured(old, **options)
+    before = drawn(runner)
+    num_bytes = torch.cuda.memory_allocated(CUDA)
+    runner.update_weights(LoadWeights(str(new)), lambda: None)
+    assert torch.cuda.memory_allocated(CUDA) == num_bytes
+    after = drawn(runner)
+    assert after == drawn(captured(new, **options)) != before
+    runner.update_weights(LoadWeights(str(old)), lambda: None)
+    assert drawn(runner) == before
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("qwen3", REAL, {}),
+        ("qwen3", REAL, {"quantization": "fp8"}),
+        ("qwen3_moe", {}, {"quantization": "fp8"}),
+        ("deepseek_v3", {}, {}),
+    ],
+)
+def test_an_updated_runner_draws_what_a_fresh_one_draws(
+    checkpoint: CheckpointFactory, family: str, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    folders = [checkpoint(family, seed=seed, **sizes) for seed in (0, 1)]
+    runner = check_update(*folders, dtype="bfloat16", **options)
+    if family == "qwen3" and not options:
+        assert decodes_of(runner)._parts.resident
+
+
+@pytest.mark.parametrize("how", ["gptq", "packed int4 with zeros"])
+def test_packed_integers_are_updated_too(checkpoint: CheckpointFactory, tmp_path: Path, how: str) -> None:
+    plain = [checkpoint("qwen3", seed=seed) for seed in (0, 1)]
+    folders = [write_quantised(one, tmp_path / one.name, WEIGHT_ONLY[how])[0] for one in plain]
+    check_update(*folders, dtype="bfloat16")
