@@ -43,6 +43,16 @@ class Drafter(Protocol):
         """Note how long these rows are after a step: the drafts up to there were right."""
 
 
+class DeviceDrafter(Drafter, Protocol):
+    """Guesses on the device, from the tables there. So it can guess before the host knows how long rows are."""
+
+    def can_draft_ahead(self, slots: Ints) -> bool:
+        """Return whether `draft_ahead` may be called for these rows now."""
+
+    def draft_ahead(self, rows: DraftRows) -> Ints:
+        """Do what `draft` does. The lengths of `rows` are too large, for all that this drafter knows."""
+
+
 class DraftLimits:
     """How many drafts each row may have, by slot.
 

@@ -40,6 +40,8 @@ from srt.kernels.build.jit import block_dim
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.elementwise.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.elementwise.gather_window import gather_window_kernel
+from srt.kernels.sampling.ngram import BLOCK as NGRAM_BLOCK
+from srt.kernels.sampling.ngram import draft_ngrams_kernel
 from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
 from srt.kernels.sampling.token_masks import apply_token_masks_kernel
 from tests.kernel_builds.expert_builds import expert_builds
@@ -65,7 +67,7 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         _find_shared(),
         _find_shares(),
     ]
-    builds += [_token_masks(bf16), _token_masks(torch.float32)]
+    builds += [_token_masks(bf16), _token_masks(torch.float32), _draft_ngrams()]
     builds += [*layer_builds(), *expert_builds(), *latent_builds(shared), *lora_builds(), *invariant_builds()]
     builds.append(_decode_attention(bf16, 256, 2, shared, softcap=50.0))
     builds.append(_extend(bf16, 256, 2, shared, softcap=50.0))
@@ -173,6 +175,19 @@ def _token_masks(dtype: torch.dtype) -> KernelBuild:
             **dict.fromkeys(numbers, "i32"),
         },
         constants={"BLOCK": MASK_BLOCK},
+    )
+
+
+def _draft_ngrams() -> KernelBuild:
+    return KernelBuild(
+        name="draft_ngrams[12 of 1024]",
+        kernel=draft_ngrams_kernel,
+        types={
+            **dict.fromkeys(("slots_ptr", "most_ptr", "seq_lens_ptr"), "*i64"),
+            "token_table_ptr": "*i32",
+            **dict.fromkeys(("least", "token_table_stride"), "i32"),
+        },
+        constants={"LONGEST": 12, "BLOCK": NGRAM_BLOCK, "DRAFTS": 8},
     )
 
 

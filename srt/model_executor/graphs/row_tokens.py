@@ -1,0 +1,114 @@
+"""Several tokens of each row at once, as decode rows of their own: each sees the positions of its slot up to its own.
+
+They are read row by row. The streaming kernel must not read them: it requests all keys but a row's newest ones before the kernels of
+its own step have ended, and here several keys of a slot are new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from srt.layers.sampler import Draws
+from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from srt.model_executor.loaded_model import LoadedModel
+from srt.model_executor.memory.device_state import DeviceState
+from srt.model_executor.step.slot_mirror import Ints
+from srt.sampling.sampling_batch_info import SamplingKind
+
+NUM_BUFFERS = 3  # one for each step in flight and one more
+CAPTURED_KINDS = (SamplingKind.PLAIN, SamplingKind.FILTERED, SamplingKind.ADJUSTED)
+
+
+NO_ROWS: Ints = np.zeros(0, np.int64)
+
+
+class RowTokens:
+    """Runs the model for tokens at given positions of given slots. Keys and values of all are stored before any of them attends."""
+
+    def __init__(self, loaded: LoadedModel, state: DeviceState) -> None:
+        self._model, self._backend = loaded.model, loaded.attn_backend
+        self._logits_processor = loaded.logits_processor
+        self._tables: ReqToTokenPool = state.req_to_token_pool
+        self._no_rows = ForwardBatch.empty(state.req_to_token_pool, state.token_to_kv_pool, loaded.attn_backend)
+
+    def hidden_of(self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [tokens, hidden size]. Never waits for a GPU, so a graph can hold it."""
+        seq_lens = positions + 1
+        # Attention on a GPU finds lengths on the device; on a CPU they are in the host's memory already.
+        slots_cpu, seq_lens_cpu = (NO_ROWS, NO_ROWS) if ids.is_cuda else (slots.numpy(), seq_lens.numpy())
+        batch = replace(
+            self._no_rows,
+            forward_mode=ForwardMode.DECODE,
+            batch_size=len(ids),
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=self._tables.locations(slots, positions),
+            req_pool_indices=slots,
+            seq_lens=seq_lens,
+            req_pool_indices_cpu=slots_cpu,
+            seq_lens_cpu=seq_lens_cpu,
+        )
+        self._backend.plan_decode(batch)
+        hidden: torch.Tensor = self._model(ids, positions, batch)
+        return hidden
+
+    def logits_into(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Compute the logits of these hidden states."""
+        self._logits_processor.logits_into(hidden, self._model.lm_head, logits)
+
+
+class TableDraws:
+    """Draws by the parameters in the tables, for each kind of sampling that a graph can hold."""
+
+    def __init__(self, state: DeviceState) -> None:
+        self._sampler, self._tables = state.sampler, state.req_to_token_pool
+
+    def draw(self, kind: SamplingKind, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Draws:
+        """Draw for these positions of these slots. Logits are overwritten if the kind is ADJUSTED and they are float32."""
+        rows = self._tables.draws.of(slots)
+        if kind is SamplingKind.PLAIN:
+            return self._sampler.draw_plain(logits, rows.temperatures, rows.seeds, positions)
+        if kind is SamplingKind.FILTERED:
+            return self._sampler.draw_filtered(logits, rows, positions)
+        return self._sampler.draw_adjusted(logits, slots, rows, positions)
+
+
+class Staged:
+    """Rows of int64 numbers that the host sends to the device in one copy, from one of a few buffers in turn."""
+
+    def __init__(self, num_rows: int, num_columns: int, device: torch.device) -> None:
+        self.tensor = torch.zeros((num_rows, num_columns), dtype=torch.int64, device=device)
+        self._buffers = [_Buffer(self.tensor) for _ in range(NUM_BUFFERS)]
+        self._next = 0
+
+    def begin(self) -> Ints:
+        """Return the memory for the next numbers, which has any content. Call `send` when they are written."""
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next].begin()
+
+    def send(self) -> None:
+        """Enqueue the copy."""
+        self._buffers[self._next].send(self.tensor)
+
+
+class _Buffer:
+    """Memory for the numbers that are sent next, pinned if there is a GPU, and the event recorded after its latest copy."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._memory = torch.zeros(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
+        self._host: Ints = self._memory.numpy()
+        self._copied = torch.cuda.Event() if target.is_cuda else None
+
+    def begin(self) -> Ints:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+    def send(self, target: torch.Tensor) -> None:
+        target.copy_(self._memory, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
