@@ -68,6 +68,9 @@ class LoadedModel:
     draw_store: DrawStore
     model: AnyModel
     adapters: ModelAdapters | None = None  # None: the server has no LoRA adapters
+    drafting_bytes: int = (
+        0  # of a token's keys and values in a smaller model that drafts, whose pages have the same numbers
+    )
 
     @property
     def our_model(self) -> CausalLM:
@@ -100,8 +103,9 @@ class LoadedModel:
         layers = [
             [one for one, of in zip(heads, groups.of_layer, strict=True) if of == group] for group in range(groups.num)
         ]
+        first, *others = (self.pool_type.bytes_per_token(some, self.kv_dtype) for some in layers)
         return MemoryShares(
-            tuple(self.pool_type.bytes_per_token(some, self.kv_dtype) for some in layers),
+            (first + self.drafting_bytes, *others),
             groups.windows,
             self.config.context_length,
             self.args.prefill_chunk,

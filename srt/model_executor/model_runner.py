@@ -18,7 +18,13 @@ from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
-from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, ModelRunnerOutput, VerifiedTokens
+from srt.model_executor.step.executed_step import (
+    DecodeOutput,
+    ExecutedStep,
+    ModelRunnerOutput,
+    VerifiedTokens,
+    VerifyOutput,
+)
 from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
@@ -219,7 +225,7 @@ class ModelRunner:
     # ---- The draws
 
     def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
-        assert not isinstance(step, VerifiedTokens), "only a runner that speculates has such steps"
+        assert not isinstance(step, VerifiedTokens | VerifyOutput), "only a runner that speculates has such steps"
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
         output, device, draw_store = step.logits_output, self.loaded.device, self.loaded.draw_store

@@ -20,7 +20,7 @@ from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.layers.token_masks import TokenMasks
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.model_runner import ModelRunner, sampling_info
-from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, ModelRunnerOutput, VerifiedTokens
+from srt.model_executor.step.executed_step import ExecutedStep, ModelRunnerOutput, VerifiedTokens
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_output import StepOutput, VerifiedOutput
 from srt.model_executor.step.step_planner import ranges
@@ -121,7 +121,7 @@ class SpeculatingRunner(ModelRunner):
         if isinstance(step, VerifiedTokens):
             assert masks is None, "rows with masks are not verified plainly"
             return VerifiedOutput(*self._accept(step), [], self.loaded.device)
-        if isinstance(step, DecodeOutput) or step.host.num_draws is None:
+        if not isinstance(step, ModelRunnerOutput) or step.host.num_draws is None:
             return super()._sample(step, masks)
         logits, num_draws, info = step.logits_output.next_token_logits, step.host.num_draws, step.sampling_info
         assert logits is not None, "a step with drafts draws"

@@ -10,6 +10,7 @@ from srt.managers.scheduler.effects import Effect, Frontend, ToFrontend, ToWorke
 from srt.managers.scheduler.scheduler import Scheduler
 from srt.managers.tp_worker.process import hello_of
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.codec import decode, encode, protocol_hash
 from srt.protocol.messages import (
     Abort,
@@ -40,14 +41,15 @@ class Answer:
 
 
 class WholeEngine:
-    """Runs requests to their end. A plan is executed when it is made, and its result is heard when the window of plans is full."""
+    """Runs requests to their end. A plan is executed when it is made, and its result is heard at once, or late: behind the next plan."""
 
-    def __init__(self, args: ServerArgs, runner: ModelRunner) -> None:
+    def __init__(self, args: ServerArgs, runner: ModelRunner, hears_late: bool = False) -> None:
+        self._hears_late = hears_late
         self._runner = runner
         self._scheduler = Scheduler(args, protocol_hash())
         self._scheduler.handle(Worker(0), hello_of(0, args.page_size, runner), 0.0)
         self._scheduler.handle(Frontend(0), FrontendHello(0, protocol_hash()), 0.0)
-        self._results: deque[StepResult] = deque()
+        self._results: deque[tuple[int, StepOutput]] = deque()
         self.answers: dict[tuple[int, int], Answer] = {}  # by rid and choice
         self._num_runs = 0
         self._now = 0.0
@@ -95,11 +97,16 @@ class WholeEngine:
     def step(self) -> None:
         """Plan, execute, and hear one result."""
         self._now += 0.01
+        num_before = len(self._results)
         self._apply(self._scheduler.tick(self._now))
         self._scheduler.check()
         assert self.core.memory.tables_hash() == self._runner.inspect()["tables_hash"]
-        if self._results:
-            self._apply(self._scheduler.handle(Worker(0), self._results.popleft(), self._now))
+        is_ahead = self._hears_late and len(self._results) == 1 and not num_before
+        if self._results and not is_ahead:
+            step, output = self._results.popleft()
+            rows = output.result()
+            result = StepResult(step, rows.counts, rows.ids, 0, rows.logprobs, 1000)
+            self._apply(self._scheduler.handle(Worker(0), result, self._now))
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -111,8 +118,7 @@ class WholeEngine:
     def _execute(self, plan: StepPlan) -> None:
         received = decode(encode(plan, 0, 0)).message
         assert isinstance(received, StepPlan)
-        rows = self._runner.sample(self._runner.execute(received.sections[0])).result()
-        self._results.append(StepResult(plan.step, rows.counts, rows.ids, 0, rows.logprobs, 1000))
+        self._results.append((plan.step, self._runner.sample(self._runner.execute(received.sections[0]))))
 
     def _receive(self, batch: TokenBatch) -> None:
         ids = batch.ids.tolist()

@@ -10,8 +10,9 @@ from srt.layers.attention.base import Reading
 if TYPE_CHECKING:
     from srt.kernels.build.precompile import Compilers
 
-Graph = tuple[Reading, int] | int
-"""A graph's name: for decode steps the reading and the number of rows, for steps with prompts the number of tokens."""
+Graph = tuple[Reading | str, int] | int
+"""A graph's name: for decode steps the reading and the number of rows, for steps with prompts the number of tokens, for those of
+`SizedGraphs` their name and the size."""
 
 
 class GraphKernels:

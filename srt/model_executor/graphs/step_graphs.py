@@ -15,12 +15,13 @@ from srt.distributed.errors import CollectiveError
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.graphs.graph_kernels import GraphKernels
 from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
+from srt.model_executor.graphs.sized_graphs import SizedGraphs
 
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
-GraphRunner = DecodeRunner | PiecewiseCudaGraphRunner
+GraphRunner = DecodeRunner | PiecewiseCudaGraphRunner | SizedGraphs
 
 
 class StepGraphs:
@@ -41,6 +42,11 @@ class StepGraphs:
         self._device = loaded.device
         self._kernels = kernels or GraphKernels()
         self._runners: list[GraphRunner] = [runner for runner in (decodes, pieces) if runner is not None]
+        self._num_left = self._count_left()
+
+    def add(self, runner: SizedGraphs) -> None:
+        """Capture the graphs of this runner as well, before those of the runners that are there."""
+        self._runners.insert(0, runner)
         self._num_left = self._count_left()
 
     @property

@@ -24,6 +24,7 @@ GRAPHS_BYTES_PER_CHANNEL = 3_000
 pieces of prompts 0.7 GB."""
 FIRST_USE_BYTES = 64 << 20
 """Kept free for what the measured step does not use: tables of other ways to read the KV memory, and results that are not read yet."""
+MOST_VERIFIED_TOKENS = 256  # limit of the tokens, drafts included, of a step that verifies drafts on a GPU
 MOST_GRAPH_ROWS = 256  # default limit of rows in a graph: larger steps take longer than their launch
 ADMITTED_TOKENS = (
     1 << 24
@@ -79,6 +80,13 @@ def kv_bytes(args: ServerArgs, free: int, total: int, other_bytes: int) -> int:
 def most_graph_rows(args: ServerArgs) -> int:
     """Return the number of rows of the largest graph of decode steps."""
     return max(args.cuda_graph_bs, default=min(args.cuda_graph_max_bs or MOST_GRAPH_ROWS, args.max_running_requests))
+
+
+def most_verified_tokens(args: ServerArgs) -> int:
+    """Return the most tokens of a step that verifies drafts on a GPU; 0 without speculation."""
+    if not args.num_drafts:
+        return 0
+    return max(2, min(MOST_VERIFIED_TOKENS, args.max_running_requests * (1 + args.num_drafts)))
 
 
 def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int) -> int:

@@ -15,6 +15,7 @@ from srt.model_executor.memory.memory_profile import (
     check_tables,
     graph_bytes,
     mlp_bytes,
+    most_verified_tokens,
     out_of_step_memory,
     profile_max_num_token,
     table_bytes,
@@ -23,6 +24,7 @@ from srt.model_executor.startup.peak_step import largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import run_to_the_end
 from srt.protocol.messages import PlanSection
+from srt.server_args import ServerArgs
 
 
 def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> list[int]:
@@ -49,11 +51,17 @@ def _measure_other_bytes(loaded: LoadedModel) -> int:
     num_slots, longest, head = loaded.args.max_running_requests, loaded.config.context_length, loaded.model.lm_head
     return (
         measure_largest_step(loaded)
-        + num_slots * head.shard_size * head.weight.itemsize  # the decodes' logits
+        + _num_logits(loaded.args) * head.shard_size * head.weight.itemsize
         + table_bytes(num_slots, longest, loaded.args.page_size, loaded.page_groups.num)
         + admission_bytes(num_slots, longest)
         + graph_bytes(loaded.args, loaded.config)
     )
+
+
+def _num_logits(args: ServerArgs) -> int:
+    """Return how many tokens have logits in fixed memory: decode rows and, with drafts, the smaller model's rows and all drafts."""
+    num_slots = args.max_running_requests
+    return num_slots if args.speculative_algorithm is None else 2 * num_slots + most_verified_tokens(args)
 
 
 def measure_largest_step(loaded: LoadedModel) -> int:

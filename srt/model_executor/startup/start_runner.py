@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -17,11 +18,10 @@ from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
 from srt.model_executor.memory.device_state import DeviceState, init_memory_pool
 from srt.model_executor.model_runner import ModelRunner
-from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.model_executor.stage_runner import build_stage_runner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
-from srt.model_executor.startup.start_drafter import start_drafter
+from srt.model_executor.startup.start_drafter import graph_speculating_runner, load_small_model, speculating_runner
 from srt.model_executor.step.step_pooler import StepPooler
 from srt.model_executor.step.step_sampler import RowSampler, StepSampler
 from srt.server_args import ServerArgs
@@ -67,6 +67,9 @@ def build_runner(
 ) -> ModelRunner:
     """Allocate the KV memory, as large as the options and the device allow, and create everything that depends on its size."""
     args, device = loaded.args, loaded.device
+    small = load_small_model(loaded)
+    if small is not None and device.type == "cuda":
+        loaded = replace(loaded, drafting_bytes=small.memory_shares.bytes_per_token[0])
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
     compiled = CompiledForward(loaded.our_model, max_compiled) if max_compiled else None
     nums_pages = profile_num_pages(loaded, num_tokens)
@@ -86,8 +89,10 @@ def build_runner(
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
     step_graphs = StepGraphs(loaded, decodes, pieces, kernels)
     if args.speculative_algorithm is not None:
-        drafter = start_drafter(loaded, state)
-        return SpeculatingRunner(loaded, state, sampler, step_graphs, drafter, args.num_drafts)
+        if draws_by_row:
+            with loaded.memory.region("buffers"):
+                return graph_speculating_runner(loaded, state, sampler, step_graphs, small, capture)
+        return speculating_runner(loaded, state, sampler, step_graphs, small)
     return ModelRunner(loaded, state, sampler, step_graphs)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.model_executor.step.plan_arrays import PlanArrays
 from srt.model_executor.step.slot_mirror import Ints
-from srt.model_executor.step.step_planner import DecodeStep, HostStep
+from srt.model_executor.step.step_planner import DecodeStep, HostStep, VerifyStep
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -43,4 +43,11 @@ class VerifiedTokens(NamedTuple):
     num_draws: Ints  # of each row
 
 
-ExecutedStep = ModelRunnerOutput | DecodeOutput | VerifiedTokens
+class VerifyOutput(NamedTuple):
+    """The result of a step on a GPU in which every row decodes and some bring drafts."""
+
+    step: VerifyStep
+    logits: torch.Tensor  # [tokens, this rank's columns] in the model's dtype; the next step overwrites them
+
+
+ExecutedStep = ModelRunnerOutput | DecodeOutput | VerifiedTokens | VerifyOutput

@@ -115,6 +115,34 @@ class VerifiedOutput(StepOutput):
         return SampledRows(counts, ids, self._logprobs(counts))
 
 
+class VerifiedOnDevice(StepOutput):
+    """The output of a step whose rows have several draws each, of which the device has chosen those that count."""
+
+    def __init__(self, outcome: torch.Tensor, num_draws: NDArray[np.int64], logprobs: Parts) -> None:
+        """`outcome` has an id for each draw that counts and -1 for the others; `num_draws` are the draws of each row."""
+        device = outcome.device
+        super().__init__(None, logprobs, device)
+        self._outcome = _HostCopies([outcome if outcome.is_cuda else outcome.clone()], device)
+        self._num_draws = num_draws
+
+    def is_ready(self) -> bool:
+        return self._outcome.are_done()
+
+    def wait(self) -> None:
+        self._outcome.wait()
+
+    def rows(self) -> tuple[Int32Array, Int32Array]:
+        """Wait for the step. Return the numbers of ids of the rows, or -1, and the ids end to end."""
+        (outcome,) = self._outcome.wait()
+        counts = np.add.reduceat(outcome >= 0, np.cumsum(self._num_draws) - self._num_draws, dtype=np.int32)
+        counts[counts == 0] = -1
+        return counts, outcome[outcome >= 0].astype(np.int32)
+
+    def result(self) -> SampledRows:
+        counts, ids = self.rows()
+        return SampledRows(counts, ids, self._logprobs(counts))
+
+
 class _HostCopies:
     """Copies of tensors in host memory. On a CPU nothing is copied."""
 

@@ -58,6 +58,16 @@ class DecodeStep(NamedTuple):
         return self.lengths + self.num_steps
 
 
+class VerifyStep(NamedTuple):
+    """A step in which every row decodes and some bring drafts, planned on the host."""
+
+    slots: Ints
+    starts: Ints  # lengths of the rows before the step
+    num_draws: Ints  # of each row: one, and one more for each draft
+    kind: SamplingKind
+    output_logprobs: LogprobPlan
+
+
 @dataclass(slots=True)
 class _Standing:
     """The rows of consecutive decode steps of the same rows, and what stays the same for them."""
@@ -100,10 +110,28 @@ class StepPlanner:
         self._standing = None
         self.slots.set_lengths(slots, lengths)
 
+    def kind_of(self, slots: Ints) -> SamplingKind:
+        """Return the most that these slots ask of the sampler, logprobs left aside."""
+        return self._sampling.kind_of(slots)
+
+    def plan_verification(self, section: PlanSection, num_drafts: Ints) -> VerifyStep:
+        """Plan a section without changes in which every row decodes. Rows become as long as if all of their drafts were right."""
+        self._standing = None
+        slots, num_draws = section.decode_slots.astype(np.int64), 1 + num_drafts
+        ends = self.slots.advance(section, num_draws)
+        asked, kind, logprobs = self.slots.slot_logprobs, self._sampling.kind_of(slots), NO_LOGPROBS
+        if wants_output_logprobs(asked, slots):
+            kind, logprobs = SamplingKind.OTHER, plan_output_logprobs(asked, slots, ends, num_draws)
+        return VerifyStep(slots, ends - num_draws, num_draws, kind, logprobs)
+
+    def wants_logprobs(self, slots: Ints) -> bool:
+        """Return whether requests in these slots want logprobs of their outputs."""
+        return wants_output_logprobs(self.slots.slot_logprobs, slots)
+
     def draws_plainly(self, slots: Ints) -> bool:
         """Return whether these slots draw without filters, penalties, biases and logprobs."""
         is_plain = self._sampling.kind_of(slots) is SamplingKind.PLAIN
-        return is_plain and not wants_output_logprobs(self.slots.slot_logprobs, slots)
+        return is_plain and not self.wants_logprobs(slots)
 
     def plan_decodes(self, section: PlanSection) -> DecodeStep | None:
         """Plan a section that admits no request and in which every row decodes. For any other section return None and change nothing."""
@@ -150,6 +178,10 @@ class StepPlanner:
     def sampling_of(self, step: DecodeStep) -> SamplingStep[HostArray]:
         """Return the sampling parameters of the step's rows for the eager sampler."""
         return SamplingStep(self._sampling.arrays(step.slots), step.output_logprobs.arrays())
+
+    def sampling_of_drafts(self, step: VerifyStep) -> SamplingStep[HostArray]:
+        """Return the sampling parameters of all draws of the step for the eager sampler."""
+        return SamplingStep(self._sampling.arrays(np.repeat(step.slots, step.num_draws)), step.output_logprobs.arrays())
 
     def plan(self, section: PlanSection, num_drafts: Ints | None = None) -> HostStep:
         """Plan any section: apply its changes to the record of slots, then advance its rows.

@@ -1,0 +1,168 @@
+"""A runner for GPUs whose decode rows bring drafts, which the same step verifies.
+
+Rows bring 1 + k tokens in steps in which every row decodes. In steps with prompts they bring one. The device chooses the draws that count,
+and the host hears which. It launches the next step before, if that has drafts of the same rows again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from srt.layers.token_masks import TokenMasks
+from srt.model_executor.graphs.verify_runner import VerifyRunner
+from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step.executed_step import ExecutedStep, VerifyOutput
+from srt.model_executor.step.slot_mirror import Ints
+from srt.model_executor.step.step_output import StepOutput, VerifiedOnDevice
+from srt.model_executor.step.step_planner import VerifyStep
+from srt.protocol.messages import PlanSection
+from srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingKind
+from srt.speculative.drafter import DeviceDrafter, DraftLimits
+
+if TYPE_CHECKING:
+    from srt.model_executor.graphs.step_graphs import StepGraphs
+    from srt.model_executor.loaded_model import LoadedModel
+    from srt.model_executor.memory.device_state import DeviceState
+    from srt.model_executor.step.step_sampler import StepSampler
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step with drafts of which the host does not know yet how long its rows have become."""
+
+    step: VerifyStep
+    starts: Ints  # lengths of the rows before the step, or the most that they can be
+    output: VerifiedOnDevice
+
+
+class GraphSpeculatingRunner(ModelRunner):
+    """A runner for one GPU. Steps without drafts run as they do without speculation."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        state: DeviceState,
+        sampler: StepSampler,
+        graphs: StepGraphs,
+        verifier: VerifyRunner,
+        drafter: DeviceDrafter,
+        most_drafts: int,
+    ) -> None:
+        super().__init__(loaded, state, sampler, graphs)
+        self._verifier = verifier
+        self._drafter = drafter
+        self._excess: Ints = np.zeros(state.num_slots, np.int64)
+        self._most_drafts = most_drafts
+        self._limits = DraftLimits(state.num_slots, most_drafts)
+        self._launched: deque[_Launched] = deque()
+
+    @property
+    def max_row_tokens(self) -> int:
+        return 1 + self._most_drafts
+
+    def reset(self) -> None:
+        super().reset()
+        self._drafter.reset()
+        self._launched.clear()
+
+    # ---- A step
+
+    def _execute(self, section: PlanSection) -> ExecutedStep:
+        slots = section.decode_slots.astype(np.int64)
+        if not self._can_draft_ahead(section, slots):
+            self._enter_all()
+        elif self._launched and (len(self._launched) > 1 or self._launched[0].output.is_ready()):
+            self._enter(self._launched.popleft())
+        self._enter_changes(section)
+        rows = structs.replace(section, admissions=[], pages=[])
+        if len(rows.extend_slots):
+            self._drafter.read_prompts(rows)
+            return super()._execute(rows)
+        num_drafts = self._draft(slots)
+        if not num_drafts.any():
+            self._enter_all()
+            return super()._execute(rows)
+        step = self._planner.plan_verification(rows, num_drafts)
+        self._verifier.stage(step.slots, step.num_draws)
+        self._verifier.forward()
+        return VerifyOutput(step, self._verifier.logits[: int(step.num_draws.sum())])
+
+    def _can_draft_ahead(self, section: PlanSection, slots: Ints) -> bool:
+        """Return whether a step can be launched before the host knows how long its rows are; it knows how long they are at most."""
+        if section.admissions or len(section.extend_slots) or self._planner.wants_logprobs(slots):
+            return False
+        return self._drafter.can_draft_ahead(slots)
+
+    def _enter_changes(self, section: PlanSection) -> None:
+        """Write the section's admissions and pages into the tables, so that drafts find them there."""
+        for admission in section.admissions:
+            self._limits.admit(admission)
+        if section.admissions or any(len(delta.slots) for delta in section.pages):
+            self.write_changes(section)
+            self._drafter.enter_changes(section)
+
+    def _draft(self, slots: Ints) -> Ints:
+        if not len(slots):
+            return slots
+        lengths, room = self._planner.slots.lengths_and_room(slots)
+        rows = self._limits.rows(slots, lengths, room)
+        most = max(0, self._verifier.max_tokens // len(slots) - 1)
+        rows = replace(rows, most=np.minimum(rows.most, most))
+        if not rows.most.any():
+            return rows.most
+        return self._drafter.draft_ahead(rows) if self._launched else self._drafter.draft(rows)
+
+    # ---- Its draws
+
+    def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
+        if not isinstance(step, VerifyOutput):
+            return super()._sample(step, masks)
+        output = self._sample_drafts(step, masks)
+        self._launched.append(_Launched(step.step, step.step.starts, output))
+        return output
+
+    def _sample_drafts(self, output: VerifyOutput, masks: TokenMasks | None) -> VerifiedOnDevice:
+        step, logits = output
+        num_tokens, verifier = len(logits), self._verifier
+        if masks is not None:  # their rows are those that sample, and rows with masks have one draw each
+            firsts = torch.from_numpy(np.cumsum(step.num_draws) - step.num_draws).to(masks.rows.device)
+            masks = replace(masks, rows=firsts[masks.rows.long()].to(torch.int32))
+        if step.kind is not SamplingKind.OTHER:
+            self._sampler.mask(logits, masks)
+            verifier.sample(step.kind)
+            return VerifiedOnDevice(verifier.outcome[:num_tokens], step.num_draws, [])
+        arrays = self.loaded.staging.copy_sampling(self._planner.sampling_of_drafts(step))
+        slots, positions = verifier.token_slots[:num_tokens], verifier.next_positions(num_tokens)
+        info = SamplingBatchInfo(num_tokens, slots, positions, arrays.sampling)
+        draws, logprobs = self._sampler.draw(
+            logits.to(torch.float32), info, masks, step.output_logprobs, arrays.output_logprobs
+        )
+        verifier.accept(draws)
+        return VerifiedOnDevice(verifier.outcome[:num_tokens], step.num_draws, logprobs)
+
+    def _enter_all(self) -> None:
+        """Wait for the steps with drafts, so that the host knows how long their rows are."""
+        while self._launched:
+            self._enter(self._launched.popleft())
+
+    def _enter(self, launched: _Launched) -> None:
+        """Wait for the step, and correct the lengths of its rows: they were planned as if all of its drafts were right."""
+        step = launched.step
+        counts, _ = launched.output.rows()
+        known = np.maximum(counts, 1).astype(np.int64)  # a row that failed has a token too, which nobody sees
+        excess = step.num_draws - known
+        lengths, _ = self._planner.slots.lengths_and_room(step.slots)
+        self._planner.set_lengths(step.slots, lengths - excess)
+        self._excess[step.slots] = excess
+        for later in self._launched:
+            later.starts = later.starts - self._excess[later.step.slots]
+        self._excess[step.slots] = 0
+        self._drafter.note_lengths(step.slots, launched.starts + known)
+        drafted = step.num_draws > 1
+        self._limits.note(step.slots[drafted], step.num_draws[drafted] - 1, known[drafted] - 1)

@@ -1,0 +1,129 @@
+"""Run the tokens that decode rows bring, drafts included, and keep the draws that count, all on the device.
+
+A step has some number of tokens, whatever the rows that they belong to. So graphs are captured by numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from srt.layers.sampler import Draws
+from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
+from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, RowTokens, Staged, TableDraws
+from srt.model_executor.graphs.sized_graphs import SizedGraphs
+from srt.model_executor.loaded_model import LoadedModel
+from srt.model_executor.memory.device_state import DeviceState
+from srt.model_executor.step.slot_mirror import Ints
+from srt.sampling.sampling_batch_info import SamplingKind
+
+SLOTS, OFFSETS, FIRSTS, LASTS = range(4)  # rows of the staged numbers, which have a column for each token
+
+
+class VerifyRunner(SizedGraphs):
+    """Call `stage`, then `forward`, then either `sample`, or draw from the logits and call `accept`.
+
+    The tables say how long rows are when a step begins, and `accept` makes them as long as their draws that count.
+    """
+
+    name = "verify"
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        state: DeviceState,
+        max_tokens: int,
+        sizes: Sequence[int] = (),
+        capture: Capture | None = None,
+    ) -> None:
+        super().__init__(sizes, loaded.device, capture)
+        self.max_tokens = max_tokens
+        self._tokens = RowTokens(loaded, state)
+        self._tables = state.req_to_token_pool
+        self._draws = TableDraws(state)
+        self._staged = Staged(4, max_tokens, loaded.device)
+        head = loaded.model.lm_head
+        self.logits = torch.zeros((max_tokens, head.shard_size), dtype=head.weight.dtype, device=loaded.device)
+        self.outcome = torch.zeros(max_tokens, dtype=torch.int64, device=loaded.device)
+        """The draw of each token of the last step if it counts, else -1."""
+        self._parts: Sequence[Work] = ()
+        self.stage_padding(max_tokens)
+
+    def stage(self, slots: Ints, counts: Ints) -> None:
+        """Send the rows' numbers of tokens, the first of which is a row's last known one. All are in the token table."""
+        ends = np.cumsum(counts)
+        num_tokens = int(ends[-1])
+        firsts = np.repeat(ends - counts, counts)
+        host = self._begin(num_tokens)[:, :num_tokens]
+        host[SLOTS], host[OFFSETS] = np.repeat(slots, counts), np.arange(num_tokens) - firsts
+        host[FIRSTS], host[LASTS] = firsts, 0
+        host[LASTS, ends - 1] = 1
+        self._staged.send()
+        _, self._parts = self.parts_for(num_tokens)
+
+    def stage_padding(self, size: int) -> None:
+        self._begin(0)
+        self._staged.send()
+
+    def _begin(self, num_tokens: int) -> Ints:
+        """Return the memory for the numbers of so many tokens. Tokens of the dummy slot follow, each of which is a row."""
+        host = self._staged.begin()
+        host[SLOTS, num_tokens:] = self._tables.dummy_slot
+        host[OFFSETS, num_tokens:] = 0
+        host[FIRSTS, num_tokens:] = np.arange(num_tokens, self.max_tokens)
+        host[LASTS, num_tokens:] = 1
+        return host
+
+    def forward(self) -> None:
+        """Compute the logits of the staged tokens."""
+        self._parts[0]()
+
+    def sample(self, kind: SamplingKind) -> None:
+        """Draw behind each of the staged tokens, by the parameters in the tables, and keep what counts."""
+        self._parts[1 + kind]()
+
+    @property
+    def token_slots(self) -> torch.Tensor:
+        """The slot of each token, padding included."""
+        return self._staged.tensor[SLOTS]
+
+    def next_positions(self, size: int) -> torch.Tensor:
+        """Return the positions of the draws behind the first `size` tokens, until `accept` changes them."""
+        return self._positions(size) + 1
+
+    def works(self, size: int) -> Sequence[Work]:
+        return [partial(self._run_forward, size), *(partial(self._run_sample, size, kind) for kind in CAPTURED_KINDS)]
+
+    def _positions(self, size: int) -> torch.Tensor:
+        slots = self._staged.tensor[SLOTS, :size]
+        return self._tables.seq_lens[slots] + self._staged.tensor[OFFSETS, :size]
+
+    def _run_forward(self, size: int) -> None:
+        slots, positions = self._staged.tensor[SLOTS, :size], self._positions(size)
+        hidden = self._tokens.hidden_of(self._tables.tokens(slots, positions), slots, positions)
+        self._tokens.logits_into(hidden, self.logits[:size])
+
+    def _run_sample(self, size: int, kind: SamplingKind) -> None:
+        slots = self._staged.tensor[SLOTS, :size]
+        self.accept(self._draws.draw(kind, self.logits[:size], slots, self.next_positions(size)))
+
+    def accept(self, draws: Draws) -> None:
+        """Keep each row's draws up to the first that differs from the draft behind its token, that one included.
+
+        A draw that is not finite does not count. If it is a row's first, the row gets its id nevertheless, which nobody sees.
+        """
+        size, tables = len(draws.ids), self._tables
+        slots, firsts, is_last = (self._staged.tensor[row, :size] for row in (SLOTS, FIRSTS, LASTS))
+        positions = self.next_positions(size)
+        drafted = tables.tokens(slots, positions)
+        is_finite = torch.isfinite(draws.values)
+        breaks = ((is_last > 0) | (draws.ids != drafted) | ~is_finite).to(torch.int64)
+        num_before = torch.cumsum(breaks, 0) - breaks
+        is_open = num_before == num_before[firsts]
+        is_kept = is_open & (is_finite | (self._staged.tensor[OFFSETS, :size] == 0)) & (slots != tables.dummy_slot)
+        tables.write_tokens(slots, positions, torch.where(is_kept, draws.ids, drafted))
+        tables.seq_lens.index_add_(0, slots, is_kept.to(torch.int64))
+        self.outcome[:size].copy_(torch.where(is_open & is_finite, draws.ids, -1))

@@ -1,0 +1,197 @@
+"""Drafts on a GPU change no answer: tokens, logprobs, ends and usage are those of the same engine without drafts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import srt
+from srt.protocol.messages import GenerateRequest, LogprobSpec, int32_array
+from srt.sampling.sampling_params import SamplingParams
+from srt.speculative.drafter import DraftRows, Ints
+from srt.utils.checkpoint import resolve_model_path
+from srt.utils.tokenizer import load_tokenizer
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.drafted_engine import (
+    MOST_DRAFTS,
+    NOISE,
+    Answers,
+    ToldDrafter,
+    answers_of,
+    check_equal,
+    engine_of,
+    noisy,
+    requests_of,
+)
+from tests.support.plan_driver import token_ids
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+REAL_CONFIG = Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-0.6b.json"
+SMALL: dict[str, Any] = {"device": CUDA, "max_running_requests": 6, "cuda_graph_bs": (1, 2, 4, 6)}
+TIGHT: dict[str, Any] = {
+    "chunked_prefill_size": 7, "max_total_tokens": 150, "schedule_conservativeness": 0.01, **SMALL,
+}  # fmt: skip
+DRAFTS: dict[str, Any] = {"speculative_num_draft_tokens": 1 + MOST_DRAFTS}
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", **DRAFTS}
+PROMPTS = [
+    "Tell me a story about a blue owl.",
+    "Tell me a story about a red fox.",
+    "Repeat after me: The blue owl likes the blue lamp. The blue owl likes the blue lamp.",
+]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: CheckpointFactory) -> Answers:
+    engine, _ = engine_of(checkpoint("qwen3"), 16, **SMALL)
+    return answers_of(engine, requests_of(7, 24))
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize(("page_size", "options"), [(16, SMALL), (1, TIGHT)], ids=["all at once", "with preemption"])
+def test_drafts_right_and_wrong_at_each_place_change_no_answer(
+    checkpoint: CheckpointFactory, expected: Answers, page_size: int, options: dict[str, Any], captures: bool
+) -> None:
+    aborted, requests = (3, 6), requests_of(7, 24)
+    engine, runner = engine_of(checkpoint("qwen3"), page_size, **options, **NGRAM)
+    if captures:
+        runner.graphs.capture_all()
+    sequences = [requests[rid].prompt_ids.tolist() + answer.ids for (rid, _), answer in expected.items()]
+    drafter = runner._drafter = ToldDrafter(runner, sequences)
+    check_equal(answers_of(engine, requests, aborted), expected, aborted)
+    assert min(drafter.num_right) >= 1, drafter.num_right
+    assert engine.core.counters.num_cached_tokens > 0
+    engine.core.memory.check([])
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.95, 1.0), (NOISE, 0.2, 0.8)])
+def test_a_model_that_draws_alike_is_right_as_often(
+    checkpoint: CheckpointFactory, expected: Answers, tmp_path: Path, noise: float, least: float, most: float
+) -> None:
+    folder = checkpoint("qwen3")
+    draft = str(noisy(folder, tmp_path / "noisy", noise))
+    model = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft, **DRAFTS}
+    engine, runner = engine_of(folder, 4, True, **{**TIGHT, "max_total_tokens": 200}, **model)
+    runner.graphs.capture_all()
+    rights: list[int] = []  # of each first draft, whether it was right
+    note = runner._limits.note
+
+    def noted(slots: Ints, num_drafts: Ints, num_right: Ints) -> None:
+        rights.extend((num_right > 0).tolist())
+        note(slots, num_drafts, num_right)
+
+    runner._limits.note = noted
+    check_equal(answers_of(engine, requests_of(7, 24)), expected)
+    assert len(rights) > 40
+    assert least <= np.mean(rights) <= most
+
+
+def story_requests() -> list[GenerateRequest]:
+    """What the shipped model is asked, greedy and seeded in turn."""
+    tokenizer = load_tokenizer(resolve_model_path("tiny"))
+    requests = []
+    for rid, prompt in enumerate([*PROMPTS, *PROMPTS]):
+        ids = tokenizer.encode(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
+        given = {"temperature": 0.0} if rid < len(PROMPTS) else {"temperature": 0.4, "top_p": 0.9}
+        sampling = SamplingParams.from_dict({**given, "max_new_tokens": 60}).spec(60, ())
+        requests.append(
+            GenerateRequest(
+                rid, str(rid), int32_array(ids), int32_array([0]), [int32_array()], sampling, LogprobSpec(), 7 + rid
+            )
+        )
+    return requests
+
+
+def count_ahead(runner: Any) -> list[int]:
+    """Return a list that gets the rows of each step that is launched before their lengths are known."""
+    found: list[int] = []
+    draft_ahead = runner._drafter.draft_ahead
+
+    def counted(rows: DraftRows) -> Ints:
+        found.append(len(rows.slots))
+        drafts: Ints = draft_ahead(rows)
+        return drafts
+
+    runner._drafter.draft_ahead = counted
+    return found
+
+
+def test_the_shipped_models_answer_alike_in_fewer_steps() -> None:
+    folder, options = resolve_model_path("tiny"), {**SMALL, "dtype": "float32"}
+    draft = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(resolve_model_path("tiny-draft")),
+    }
+    plain, _ = engine_of(folder, 16, **options)
+    expected = answers_of(plain, story_requests())
+    num_steps = {}
+    for name, given in (("STANDALONE", draft), ("NGRAM", {"speculative_algorithm": "NGRAM"})):
+        engine, runner = engine_of(folder, 16, True, **options, **given)
+        runner.graphs.capture_all()
+        num_ahead = count_ahead(runner)
+        check_equal(answers_of(engine, story_requests()), expected)
+        print(f"{name}: {len(num_ahead)} steps launched before lengths were known")
+        num_steps[name] = engine.core.counters.num_steps
+    before = plain.core.counters.num_steps
+    print(f"steps of 6 answers of 60 tokens: {before} without drafts, {num_steps}")
+    assert num_steps["STANDALONE"] < before
+
+
+def test_answers_in_bfloat16_are_those_of_the_model(tmp_path: Path) -> None:
+    """Rounding depends on the number of rows. So an answer with drafts is read again, and its tokens must be as likely as was told."""
+    config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096}
+    sampling = SamplingParams.from_dict({"temperature": 1.0, "max_new_tokens": 40}).spec(40, ())
+    rng, none = np.random.default_rng(2), [int32_array()]
+
+    def request(rid: int, ids: list[int], logprobs: LogprobSpec) -> GenerateRequest:
+        return GenerateRequest(rid, str(rid), int32_array(ids), int32_array([0]), none, sampling, logprobs, 5 + rid)
+
+    prompts = [token_ids(rng, 50 + 30 * rid, 512) for rid in range(6)]
+    requests = [request(rid, ids, LogprobSpec(True)) for rid, ids in enumerate(prompts)]
+    plain, _ = engine_of(tmp_path, 16, **options)
+    first = answers_of(plain, requests)
+    engine, runner = engine_of(tmp_path, 16, **options, **NGRAM)
+    runner.graphs.capture_all()
+    drafter = runner._drafter = ToldDrafter(runner, [prompts[rid] + answer.ids for (rid, _), answer in first.items()])
+    found = answers_of(engine, requests)
+    assert min(drafter.num_right) >= 1, drafter.num_right
+    again = [request(rid + 6, prompts[rid] + found[rid, 0].ids, LogprobSpec(False, 1)) for rid in range(6)]
+    reread = answers_of(plain, again)
+    for rid, prompt in enumerate(prompts):
+        told = dict(_chosen(found[rid, 0], is_prompt=False))
+        read = dict(_chosen(reread[rid + 6, 0], is_prompt=True))
+        differences = [abs(told[place] - read[len(prompt) + place]) for place in range(len(found[rid, 0].ids))]
+        assert max(differences) < 0.1, differences
+
+
+def _chosen(answer: Any, is_prompt: bool) -> list[tuple[int, float]]:
+    """The logprobs of the tokens by place; of those that were reported twice, the later."""
+    parts = [part for part in answer.logprobs if part.is_prompt is is_prompt]
+    return [(part.first + i, value) for part in parts for i, value in enumerate(part.chosen.tolist())]
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM"])
+def test_a_server_with_drafts_answers_as_one_without(algorithm: str) -> None:
+    """Through all processes: graphs are captured between requests, and steps are launched ahead of results."""
+    options: dict[str, Any] = {"model_path": "tiny", "dtype": "float32", "max_total_tokens": 8192}
+    draft: dict[str, Any] = {"speculative_draft_model_path": "tiny-draft"} if algorithm == "STANDALONE" else {}
+    answers, rates = [], []
+    drafts: dict[str, Any] = {"speculative_algorithm": algorithm, **draft}
+    for given in ({}, drafts):
+        with srt.Runtime(**options, **given) as runtime:
+            for parameters in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5}):
+                asked = {"max_new_tokens": 60, "sampling_seed": 5, **parameters}
+                found = [runtime.generate(PROMPTS, asked) for _ in range(3)]
+                answers.append([answer["output_ids"] for batch in found for answer in batch])
+                rates += [answer["meta_info"].get("spec_accept_length", 0.0) for batch in found for answer in batch]
+    print(f"{algorithm}: {max(rates):.2f} tokens a step at most")
+    assert answers[:2] == answers[2:]
+    assert max(rates) > 1
