@@ -11,7 +11,7 @@ from srt.kernels.build.hopper import runs_on
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles, prepare_qkv
-from srt.kernels.elementwise.silu_and_mul import silu_and_mul
+from srt.kernels.elementwise.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
@@ -45,13 +45,14 @@ class KernelOps(LayerOps):
         self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, norm.weight, norm.eps, self._pdl(x))
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        return rms_norm(rows, norm.weight, norm.eps, self._pdl(rows), norm.is_plus_one).view(x.shape)
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
             return stream.normed, stream.hidden
-        if stream.delta is None:
-            return self.norm(stream.hidden, norm), stream.hidden
+        if stream.delta is None or norm.is_plus_one:
+            return super().norm_stream(stream, norm)
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
@@ -75,6 +76,9 @@ class KernelOps(LayerOps):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, self._pdl(gate_up))
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        return gelu_tanh_and_mul(gate_up, self._pdl(gate_up))
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         few = _few(affine, stream.hidden)
@@ -164,8 +168,10 @@ class KernelOps(LayerOps):
     ) -> Tensor:
         pool, layer_id = batch.token_to_kv_pool, layer.layer_id
         weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
+        is_plus_one = norms is not None and norms[0].is_plus_one
         packed = batch.attn_backend.packed_decodes
-        if packed is not None and batch.num_extend_rows == 0:
+        is_usual = not is_plus_one and layer.softcap is None and layer.sinks is None  # all that the fused kernel knows
+        if packed is not None and is_usual and batch.num_extend_rows == 0:
             attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
             if attended is not None:
                 return attended
@@ -183,6 +189,7 @@ class KernelOps(LayerOps):
             v_scale=pool.v_scales[layer_id],
             pdl=self._pdl(qkv),
             out=prepared,
+            is_plus_one=is_plus_one,
         )
         return layer.attend(*layer.split_packed(prepared), batch)
 

@@ -28,15 +28,16 @@ class _WeightedNorm(WeightedModule):
 
 
 class RMSNorm(_WeightedNorm):
-    """RMSNorm: x / rms(x) * weight, with the root mean square in float32."""
+    """RMSNorm: x / rms(x) * weight, or * (1 + weight), with the root mean square in float32."""
 
-    def __init__(self, size: int, eps: float, ops: LayerOps = TORCH_OPS) -> None:
+    def __init__(self, size: int, eps: float, ops: LayerOps = TORCH_OPS, is_plus_one: bool = False) -> None:
         super().__init__(size, eps)
         self._ops = ops
+        self._is_plus_one = is_plus_one
 
     @property
     def norm(self) -> Norm:
-        return Norm(self.weight, self._eps)
+        return Norm(self.weight, self._eps, self._is_plus_one)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._ops.norm(x, self.norm)
@@ -44,13 +45,6 @@ class RMSNorm(_WeightedNorm):
     def of_stream(self, stream: Stream) -> Tensor:
         """Return the norm of the stream's sum."""
         return self._ops.norm_stream(stream, self.norm)[0]
-
-
-class PlusOneRMSNorm(_WeightedNorm):
-    """RMSNorm with the factor 1 + weight, all in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self._eps).to(x.dtype)
 
 
 class LayerNorm(_WeightedNorm):
@@ -93,6 +87,6 @@ def make_norm(spec: NormSpec, size: int, ops: LayerOps) -> nn.Module:
         case "rms":
             return RMSNorm(size, spec.eps, ops)
         case "rms_plus_one":
-            return PlusOneRMSNorm(size, spec.eps)
+            return RMSNorm(size, spec.eps, ops, is_plus_one=True)
         case "layer":
             return LayerNorm(size, spec.eps)

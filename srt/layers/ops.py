@@ -40,6 +40,8 @@ class Norm:
 
     weight: Tensor
     eps: float
+    is_plus_one: bool = False
+    """The factor is 1 + weight, added in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class LayerOps:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Return x / rms(x) * weight over the last dimension, with the root mean square in float32."""
+        if norm.is_plus_one:
+            return F.rms_norm(x.float(), norm.weight.shape, 1.0 + norm.weight.float(), norm.eps).to(x.dtype)
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -92,6 +96,11 @@ class LayerOps:
         """Return silu(gate) * up for the two halves of the last dimension."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up for the two halves of the last dimension, by the approximation with tanh."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         normed, hidden = self.norm_stream(stream, norm)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
@@ -17,7 +16,7 @@ from srt.layers.attention.radix_attention import AttentionSinks, RadixAttention
 from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.moe.mixture import Mixture
-from srt.layers.norm import ShardedRMSNorm, make_norm
+from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
@@ -37,6 +36,7 @@ class PlainAttention(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, layer_id: int) -> None:
         super().__init__()
         spec = self._spec = config.layers[layer_id].self_attention
+        self._ops = ops
         self._is_interleaved = spec.rope is not None and spec.rope.is_interleaved
         stored_as = "qkv_proj" if spec.is_one_tensor else None
         self.qkv_proj = QKVParallelLinear(
@@ -49,6 +49,9 @@ class PlainAttention(nn.Module):
             queries, keys, _ = self.qkv_proj.parts
             self.q_norm = ShardedRMSNorm(queries, config.norm.eps, tp, ops)
             self.k_norm = ShardedRMSNorm(keys, config.norm.eps, tp, ops)
+        is_rms = spec.norms is None or (spec.norms == "head" and config.norm.kind != "layer")
+        is_whole = spec.rope is not None and spec.rope.rotary_dim(spec.head_dim) == spec.head_dim
+        self._has_fused_operation = is_rms and is_whole and not self._is_interleaved
         num_heads = self.qkv_proj.num_heads
         self.sinks = AttentionSinks(num_heads, tp.rank * num_heads, spec.num_heads) if spec.has_sinks else None
         self.attn = RadixAttention(
@@ -65,8 +68,13 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation | None, batch: ForwardBatch) -> Tensor:
         """Return the heads' output for the normed stream; the caller applies `o_proj`."""
-        spec = self._spec
-        q, k, v = self.attn.split_packed(self.qkv_proj(x))
+        spec, qkv = self._spec, self.qkv_proj(x)
+        if self._has_fused_operation and rotation is not None:
+            norms = None
+            if spec.norms is not None:
+                norms = cast("RMSNorm", self.q_norm).norm, cast("RMSNorm", self.k_norm).norm
+            return self._ops.attend(qkv, norms, rotation, self.attn, batch)
+        q, k, v = self.attn.split_packed(qkv)
         if spec.norms == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.unflatten(-1, (-1, spec.head_dim)), k.unflatten(-1, (-1, spec.head_dim))
@@ -88,7 +96,7 @@ class PlainMLP(nn.Module):
         self.down_proj = RowParallelLinear(spec.size, hidden_size, spec.bias, tp, ops)
         activations: dict[Activation, Callable[[Tensor], Tensor]] = {
             "silu": ops.silu_and_mul,
-            "gelu_tanh": _gelu_tanh_and_mul,
+            "gelu_tanh": ops.gelu_tanh_and_mul,
         }
         self._activate = activations[spec.activation]
 
@@ -111,11 +119,6 @@ def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, o
     if isinstance(spec, Experts):
         return PlainExperts(hidden_size, spec, tp, ops)
     return PlainMLP(hidden_size, spec, tp, ops)
-
-
-def _gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
 
 
 class PlainLayer(nn.Module):

@@ -73,7 +73,7 @@ def _rms_norm(dtype: torch.dtype) -> KernelBuild:
         f"rms_norm[{TYPE_NAMES[dtype]}]",
         rms_norm_kernel,
         {**dict.fromkeys(values, f"*{TYPE_NAMES[dtype]}"), "eps": "fp32", "row_stride": "i32"},
-        {"HAS_DELTA": True, "SIZE": 5120, "BLOCK": 8192},
+        {"HAS_DELTA": True, "IS_PLUS_ONE": False, "SIZE": 5120, "BLOCK": 8192},
         num_warps=16,
     )
 
@@ -83,7 +83,7 @@ def _silu_and_mul(dtype: torch.dtype) -> KernelBuild:
         f"silu_and_mul[{TYPE_NAMES[dtype]}]",
         silu_and_mul_kernel,
         dict.fromkeys(("gate_up_ptr", "out_ptr"), f"*{TYPE_NAMES[dtype]}"),
-        {"SIZE": 3072, "BLOCK": 1024},
+        {"IS_GELU": False, "SIZE": 3072, "BLOCK": 1024},
     )
 
 
@@ -209,6 +209,7 @@ def _prepare_qkv(head_dim: int, kv: torch.dtype) -> KernelBuild:
             "NUM_KV_HEADS": 8,
             "HEAD_DIM": head_dim,
             "HAS_NORM": True,
+            "IS_PLUS_ONE": False,
             "LARGEST": 448 if kv == torch.float8_e4m3fn else 0,
             "BLOCK_H": 8,
             "BLOCK_HALF": head_dim // 2,

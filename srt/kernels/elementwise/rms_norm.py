@@ -20,6 +20,7 @@ def rms_norm_kernel(
     eps: float,
     row_stride: tl.tensor,
     HAS_DELTA: tl.constexpr,
+    IS_PLUS_ONE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -30,6 +31,8 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if IS_PLUS_ONE:
+        weight += 1.0
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
@@ -42,20 +45,22 @@ def rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0) -> torch.Tensor:
-    """Return x [rows, size] / rms * weight in the type of x. Rows may be any stride apart."""
-    return _launch(x, None, weight, eps, pdl)[0]
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0, is_plus_one: bool = False
+) -> torch.Tensor:
+    """Return x [rows, size] / rms * weight, or * (1 + weight), in the type of x. Rows may be any stride apart."""
+    return _launch(x, None, weight, eps, pdl, is_plus_one)[0]
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the norm of x + delta, x + delta), both in the type of x. The norm is applied to the rounded sum."""
-    return _launch(x, delta, weight, eps, pdl)
+    return _launch(x, delta, weight, eps, pdl, is_plus_one=False)
 
 
 def _launch(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, pdl: int
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, pdl: int, is_plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.shape == (size,), (x.stride(), weight.shape)
@@ -66,7 +71,7 @@ def _launch(
         block = triton.next_power_of_2(size)
         rms_norm_kernel[(num_rows,)](
             x, x if delta is None else delta, weight, out, total, eps, x.stride(0),
-            HAS_DELTA=delta is not None, SIZE=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-            **pdl_options(pdl),
+            HAS_DELTA=delta is not None, IS_PLUS_ONE=is_plus_one, SIZE=size, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out, total

@@ -64,6 +64,7 @@ def prepare_qkv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_PLUS_ONE: tl.constexpr,  # the norms' factors are 1 + weight
     LARGEST: tl.constexpr,  # largest value of the KV memory's type if it is fp8; else 0
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -85,6 +86,11 @@ def prepare_qkv_kernel(
         q_weight_2 = tl.load(q_weight_ptr + HALF + pairs, mask=in_head, other=0.0).to(tl.float32)
         k_weight_1 = tl.load(k_weight_ptr + pairs, mask=in_head, other=0.0).to(tl.float32)
         k_weight_2 = tl.load(k_weight_ptr + HALF + pairs, mask=in_head, other=0.0).to(tl.float32)
+        if IS_PLUS_ONE:
+            q_weight_1 += 1.0
+            q_weight_2 += 1.0
+            k_weight_1 += 1.0
+            k_weight_2 += 1.0
     wait_for_inputs(PDL)
 
     first_of_token = token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
@@ -151,6 +157,7 @@ def prepare_qkv(
     v_scale: float = 1.0,
     pdl: int = 0,
     out: torch.Tensor | None = None,
+    is_plus_one: bool = False,
 ) -> None:
     """Norm the query and key heads of qkv [tokens, heads * head_dim] if `norm_weights` is given, and rotate them, in place or into `out`.
 
@@ -172,6 +179,6 @@ def prepare_qkv(
         qkv, out, q_weight, k_weight, cos, sin, locations, k_buffer, v_buffer,
         eps, 1.0 / k_scale, 1.0 / v_scale, k_buffer.stride(0), v_buffer.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HAS_NORM=norm_weights is not None,
-        LARGEST=_LARGEST_FP8 if k_buffer.dtype == torch.float8_e4m3fn else 0,
+        IS_PLUS_ONE=is_plus_one, LARGEST=_LARGEST_FP8 if k_buffer.dtype == torch.float8_e4m3fn else 0,
         BLOCK_H=_HEADS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), **pdl_options(pdl),
     )  # fmt: skip

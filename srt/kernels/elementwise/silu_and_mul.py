@@ -1,4 +1,4 @@
-"""The activation of gated MLPs."""
+"""The activations of gated MLPs: SiLU, and GELU by its approximation with tanh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ _BLOCK: Final = 1024
 
 @kernel(one_variant_for=())
 def silu_and_mul_kernel(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    IS_GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (b, t) processes block b of row t."""
     let_next_start(PDL)
@@ -27,12 +32,24 @@ def silu_and_mul_kernel(
     gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     let_next_start_late(PDL)
-    out = gate * tl.sigmoid(gate) * up
+    slope = gate
+    if IS_GELU:  # 0.5 (1 + tanh(z)) is sigmoid(2 z)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    out = gate * tl.sigmoid(slope) * up
     tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_and_mul(gate_up: torch.Tensor, pdl: int = 0) -> torch.Tensor:
     """Return silu(gate) * up for the two halves of each row of gate_up [rows, 2 * size], which must be contiguous."""
+    return _launch(gate_up, pdl, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor, pdl: int = 0) -> torch.Tensor:
+    """Do what `silu_and_mul` does with gelu(gate) in the place of silu(gate)."""
+    return _launch(gate_up, pdl, is_gelu=True)
+
+
+def _launch(gate_up: torch.Tensor, pdl: int, is_gelu: bool) -> torch.Tensor:
     num_rows, width = gate_up.shape
     assert gate_up.is_contiguous() and width % 2 == 0, (gate_up.shape, gate_up.stride())
     size = width // 2
@@ -42,6 +59,6 @@ def silu_and_mul(gate_up: torch.Tensor, pdl: int = 0) -> torch.Tensor:
         rows = slice(first, first + 65535)
         count = len(out[rows])
         silu_and_mul_kernel[(triton.cdiv(size, _BLOCK), count)](
-            gate_up[rows], out[rows], SIZE=size, BLOCK=_BLOCK, **pdl_options(pdl)
+            gate_up[rows], out[rows], IS_GELU=is_gelu, SIZE=size, BLOCK=_BLOCK, **pdl_options(pdl)
         )
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles, prepare_qkv
-from srt.kernels.elementwise.silu_and_mul import silu_and_mul
+from srt.kernels.elementwise.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.layers.ops import TORCH_OPS, Rotation, rotate
 
@@ -38,6 +38,7 @@ def test_rows_are_added_and_normed_whatever_their_stride(dtype: torch.dtype, tol
     normed, total = add_rms_norm(x[:, 16:], delta, weight, EPS)
     assert_near(total, x[:, 16:] + delta, tolerance)
     assert_near(normed, norm_of(total, weight), tolerance)
+    assert_near(rms_norm(x[:, :80], weight, EPS, is_plus_one=True), norm_of(x[:, :80], 1 + weight.float()), tolerance)
     assert rms_norm(x[:0, :80], weight, EPS).shape == (0, 80)
 
 
@@ -46,6 +47,8 @@ def test_the_activation_reads_both_halves(dtype: torch.dtype, tolerance: float) 
     gate_up = torch.randn(3, 2 * 1030).to(dtype)
     expected = F.silu(gate_up[:, :1030].float()) * gate_up[:, 1030:].float()
     assert_near(silu_and_mul(gate_up), expected, tolerance)
+    expected = F.gelu(gate_up[:, :1030].float(), approximate="tanh") * gate_up[:, 1030:].float()
+    assert_near(gelu_tanh_and_mul(gate_up), expected, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
@@ -83,25 +86,27 @@ def test_angles_are_those_of_the_layer() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("offset", [None, 0, 1])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 64), (5, 1, 80), (2, 2, 128)])
 def test_queries_and_keys_are_normed_rotated_and_stored(
-    num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, dtype: torch.dtype, tolerance: float
+    num_heads: int, num_kv_heads: int, head_dim: int, offset: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
+    """`offset` is what the norms add to their weights; None: there are no norms."""
     tokens, all_heads = 4, num_heads + 2 * num_kv_heads
     qkv = torch.randn(tokens, all_heads * head_dim).to(dtype)
-    weights = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if has_norm else None
+    weights = (torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype)) if offset is not None else None
     rotation = TORCH_OPS.angles(torch.tensor([0, 7, 31000, 2]), torch.rand(head_dim // 2), 1.0)
     buffers = torch.full((2, 20, num_kv_heads, head_dim), 9.0).to(dtype)
     locations = torch.tensor([3, 19, 0, 7])
 
     q, k, v = qkv.clone().float().view(tokens, all_heads, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
-    if weights is not None:
-        q, k = norm_of(q, weights[0]), norm_of(k, weights[1])
+    if weights is not None and offset is not None:
+        q, k = (norm_of(heads, offset + weight.float()) for heads, weight in ((q, weights[0]), (k, weights[1])))
     q, k = rotate(q, rotation), rotate(k, rotation)
 
     before = qkv.clone()
-    prepare_qkv(qkv, num_heads, weights, EPS, rotation.cos, rotation.sin, locations, buffers[0], buffers[1])
+    arguments = num_heads, weights, EPS, rotation.cos, rotation.sin, locations, buffers[0], buffers[1]
+    prepare_qkv(qkv, *arguments, is_plus_one=offset == 1)
     prepared = qkv.view(tokens, all_heads, head_dim)
     assert_near(prepared[:, :num_heads], q, tolerance)
     assert_near(prepared[:, num_heads : num_heads + num_kv_heads], k, tolerance)
@@ -111,8 +116,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored(
     assert (buffers[:, others] == 9).all()
 
     elsewhere = torch.full_like(qkv, float("nan"))
-    arguments = num_heads, weights, EPS, rotation.cos, rotation.sin, locations, buffers[0], buffers[1]
-    prepare_qkv(before, *arguments, out=elsewhere)
+    prepare_qkv(before, *arguments, out=elsewhere, is_plus_one=offset == 1)
     assert torch.equal(elsewhere, qkv)
 
 
