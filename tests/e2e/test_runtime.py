@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save
 
 import srt
 from srt.entrypoints.engine_process import EngineProcess
@@ -191,6 +192,25 @@ def test_a_prefix_can_be_cached_ahead(runtime: srt.Runtime) -> None:
     runtime.cache_prefix(prefix)
     meta = runtime.generate(prefix + "He", {"max_new_tokens": 1})["meta_info"]
     assert meta["cached_tokens"] >= meta["prompt_tokens"] // 2
+
+
+def test_weights_are_updated_looked_at_and_named(runtime: srt.Runtime, endless_checkpoint: Path) -> None:
+    """By the checkpoint that it has already, so that other tests find the model as it was."""
+    before, hashes = runtime.generate(PROMPT, GREEDY)["output_ids"], runtime.weights_checker()["ranks"]
+    stored = load_file(endless_checkpoint / "model.safetensors")
+    assert runtime.get_weights_by_name("model.norm.weight", 7) == stored["model.norm.weight"][:7].tolist()
+    other = {"model.norm.weight": 2 * stored["model.norm.weight"]}
+    assert runtime.update_weights_from_tensor(save(other), weight_version="twice")["success"]
+    assert runtime.weights_checker()["ranks"] != hashes
+    assert runtime.generate(PROMPT, GREEDY)["meta_info"]["weight_version"] == "twice"
+    assert runtime.update_weights_from_disk(str(endless_checkpoint))["success"]
+    assert runtime.update_weight_version("default")["new_version"] == "default"
+    assert runtime.weights_checker()["ranks"] == hashes
+    assert runtime.generate(PROMPT, GREEDY)["output_ids"] == before
+    with pytest.raises(RequestError, match="is not a folder"):
+        runtime.update_weights_from_disk("/absent")
+    with pytest.raises(AttributeError, match="cannot replace weights in this way"):
+        runtime.init_weights_update_group  # noqa: B018
 
 
 @pytest.mark.parametrize(
