@@ -22,8 +22,8 @@ import torch
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.moe.expert_ops import Choice
 from srt.layers.moe.experts import RouterWeight
+from srt.layers.ops import Routed
 from srt.model_executor.loaded_model import resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
@@ -110,9 +110,9 @@ class ExpertWatch:
             if isinstance(module, RouterWeight):
                 module.register_forward_hook(partial(self._keep, name))
 
-    def _keep(self, name: str, module: object, inputs: object, choice: Choice) -> None:
+    def _keep(self, name: str, module: object, inputs: object, routed: Routed) -> None:
         del module, inputs
-        self._choices[len(choice.ids), name].append(choice.ids)
+        self._choices[len(routed.choice.ids), name].append(routed.choice.ids)
 
     @torch.inference_mode()
     def forget(self) -> None:

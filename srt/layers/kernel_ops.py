@@ -17,7 +17,8 @@ from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
+from srt.layers.moe.expert_ops import ExpertWeights, Router
+from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Routed, Stream
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -39,7 +40,7 @@ class KernelOps(LayerOps):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.experts = ExpertKernels()
+        self.experts: ExpertKernels = ExpertKernels(device)
         self._has_pdl = has_pdl(device)
         self._stream_gemm = StreamGemm(device) if runs_on(device, SMALLEST) else None
         self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None
@@ -109,6 +110,23 @@ class KernelOps(LayerOps):
         if matrix is None or affine.bias is not None or len(x) < _FEWEST_ADDED_ROWS:
             return super().linear_onto(hidden, x, affine)
         return Stream(hidden.addmm_(x, matrix.t()))
+
+    def route(self, stream: Stream, norm: Norm | None, router: Router) -> Routed:
+        hidden, is_sum = stream.hidden, stream.delta is None and stream.normed is None
+        if norm is None or not is_sum or not self.experts.can_route_rows(hidden):
+            return super().route(stream, norm, router)
+        normed, choice = self.experts.route_rows(hidden, router, norm.weight, norm.eps)
+        return Routed(normed, hidden, choice)
+
+    def experts_onto(self, routed: Routed, weights: ExpertWeights, next_norm: Norm | None = None) -> Stream:
+        if next_norm is None:
+            return super().experts_onto(routed, weights)
+        formed = self.experts.multiply_and_norm(
+            routed.hidden, routed.normed, routed.choice, weights, next_norm.weight, next_norm.eps
+        )
+        if formed is None:
+            return super().experts_onto(routed, weights)
+        return Stream(formed[1], normed=formed[0])
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from srt.layers.attention.radix_attention import RadixAttention
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, ExpertOps
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertOps, ExpertWeights, Router
 from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ class Norm:
     eps: float
     is_plus_one: bool = False
     """The factor is 1 + weight, added in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A step's tokens with the experts that the router chose for them."""
+
+    normed: Tensor  # [tokens, hidden_size]: what the router and the experts read
+    hidden: Tensor
+    """The stream's sum."""
+    choice: Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,19 @@ class LayerOps:
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         """Return hidden + x Wᵀ + b, prepared for `next_norm` if given. May overwrite `hidden`."""
         return Stream(hidden, self.linear(x, affine))
+
+    def route(self, stream: Stream, norm: Norm | None, router: Router) -> Routed:
+        """Choose the experts of the normed stream's tokens; without a norm of the stream's."""
+        if norm is None:
+            assert stream.delta is None, "only a norm adds up the stream"
+            normed = hidden = stream.hidden
+        else:
+            normed, hidden = self.norm_stream(stream, norm)
+        return Routed(normed, hidden, self.experts.route(normed, router))
+
+    def experts_onto(self, routed: Routed, weights: ExpertWeights, next_norm: Norm | None = None) -> Stream:
+        """Return the stream with the results of the chosen experts, prepared for `next_norm` if given."""
+        return Stream(routed.hidden, self.experts.multiply(routed.normed, routed.choice, weights))
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """Return the rotation for `positions` [tokens], with cosines and sines multiplied by the factor."""

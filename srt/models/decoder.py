@@ -16,7 +16,7 @@ from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, sum_onto
 from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm
-from srt.layers.ops import LayerOps, Norm, Rotation, Stream
+from srt.layers.ops import LayerOps, Norm, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding
 from srt.models.stage_layers import stage_layers
 from srt.utils.layer_spec import Experts, FeedForward
@@ -85,8 +85,10 @@ class ExpertMLP(Mixture):
         self._tp = tp
 
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
-        normed, hidden = self._ops.norm_stream(stream, norm.norm)
-        return sum_onto(self._tp, hidden, self.summand(normed), next_norm)
+        routed = cast("Routed", self.router(stream, norm.norm))
+        if self._tp.size > 1 or self.has_shared:
+            return sum_onto(self._tp, routed.hidden, self.summand(routed), next_norm)
+        return self._ops.experts_onto(routed, self.experts.matrices, None if next_norm is None else next_norm.norm)
 
 
 class DecoderLayer(nn.Module):

@@ -17,7 +17,7 @@ from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
-from srt.layers.ops import LayerOps, Rotation
+from srt.layers.ops import LayerOps, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
 from srt.models.stage_layers import stage_layers
@@ -112,7 +112,7 @@ class PlainExperts(Mixture):
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._tp.all_reduce(self.summand(x))
+        return self._tp.all_reduce(self.summand(self.router(Stream(x))))
 
 
 def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, ops: LayerOps) -> nn.Module:

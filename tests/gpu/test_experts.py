@@ -49,7 +49,7 @@ def exactly(x: Tensor, choice: Choice, gate_up: Tensor, down: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 33, 64, 256, 700, 4096])
 def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str) -> None:
     num_experts, top_k, hidden, size = SHAPES[shape]
-    kernels, routing = ExpertKernels(), Routing(num_experts, top_k)
+    kernels, routing = ExpertKernels(CUDA), Routing(num_experts, top_k)
     matrices = (
         randn(num_experts, 2 * size, hidden) * hidden**-0.5,
         randn(num_experts, hidden, size) * size**-0.5,
@@ -77,7 +77,7 @@ def test_quantised_weights_are_multiplied_as_what_they_stand_for(num_tokens: int
     num_experts, top_k, hidden, size = 32, 4, 2048, 768
     gate_up = packed_experts(kind, num_experts, 2 * size, hidden, device="cuda")
     down = packed_experts(kind, num_experts, hidden, size, device="cuda")
-    x, kernels = randn(num_tokens, hidden), ExpertKernels()
+    x, kernels = randn(num_tokens, hidden), ExpertKernels(CUDA)
     choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
     expected = exactly(x, choice, meant_by(gate_up), meant_by(down))
     got = kernels.multiply(x, choice, ExpertWeights(gate_up, down))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from srt.kernels.build.jit import dot_dtype
+from srt.kernels.build.pdl import LATE
 from srt.kernels.moe.expert_gemm import (
     ExpertGemmTiles,
     ProductTiles,
@@ -15,10 +16,20 @@ from srt.kernels.moe.expert_gemm import (
     sum_choices_kernel,
 )
 from srt.kernels.moe.expert_tiles import count_pairs_kernel, cut_tiles_kernel
+from srt.kernels.moe.few_tokens import (
+    MOST_PAIRS,
+    FewTiles,
+    pair_gates_kernel,
+    route_rows_kernel,
+    token_downs_kernel,
+)
 from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN
-from srt.kernels.moe.route import choose_experts_kernel, router_logits_kernel
+from srt.kernels.moe.route import choose_experts_kernel, router_logits_kernel, routing_constants
+from srt.utils.layer_spec import Routing
 from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 
+_PDL: dict[str, Any] = {"PDL": True}
+_LAUNCH: dict[str, Any] = {"launch_pdl": True}
 EXPERTS, TOP_K, SIZE, HIDDEN = 128, 8, 768, 2048
 _TABLE = dict.fromkeys(("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "starts_ptr"), "*i32")
 
@@ -26,7 +37,8 @@ _TABLE = dict.fromkeys(("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "en
 def expert_builds() -> list[KernelBuild]:
     """The products for every size of tiles, in bfloat16 and, for few rows, in float32."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16)]
+    builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16, False), _sum(bf16, True)]
+    builds += [_route_rows(bf16), _route_rows(fp32), _pair_gates(bf16), _token_downs(bf16)]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
         tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize)
         builds += [_gates(dtype, tokens, tiles), _downs(dtype, tokens, tiles)]
@@ -64,8 +76,9 @@ def _router_logits(dtype: torch.dtype) -> KernelBuild:
             "BLOCK_E": 16,
             "BLOCK_K": 512 // dtype.itemsize,
             "DOT": dot_dtype(dtype),
+            **_PDL,
         },
-        {"num_stages": 3},
+        {"num_stages": 3, **_LAUNCH},
     )
 
 
@@ -87,7 +100,9 @@ def _choices() -> list[KernelBuild]:
                 "RENORMALISE": True,
                 "SIGMOID": name == "sigmoid",
                 "HAS_CORRECTION": name == "sigmoid",
+                **_PDL,
             },
+            _LAUNCH,
         )
         for name, (num_groups, chosen, scores) in groups.items()
     ]
@@ -100,16 +115,75 @@ def _tables() -> list[KernelBuild]:
         types |= {name: "i32" for name in ("num_pairs", "most") if name in kernel.arg_names}
         types |= {"load_ptr": "*i64"} if "load_ptr" in kernel.arg_names else {}
         constants = {"HAS_LOAD": True, "NUM_EXPERTS": EXPERTS, "BLOCK_E": 128, "BLOCK_M": 16, "BLOCK": 32, "CHUNK": 128}
+        constants |= _PDL
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        builds.append(KernelBuild(f"{kernel.__name__.removesuffix('_kernel')}[]", kernel, types, constants))
+        builds.append(KernelBuild(f"{kernel.__name__.removesuffix('_kernel')}[]", kernel, types, constants, _LAUNCH))
     return builds
 
 
-def _sum(dtype: torch.dtype) -> KernelBuild:
+def _sum(dtype: torch.dtype, has_norm: bool) -> KernelBuild:
     name = TYPE_NAMES[dtype]
-    types = {"results_ptr": f"*{name}", "out_ptr": f"*{name}"}
+    tensors = ("results_ptr", "hidden_ptr", "norm_weight_ptr", "out_ptr", "normed_ptr")
     return KernelBuild(
-        f"sum_choices[{name}]", sum_choices_kernel, types, {"TOP_K": TOP_K, "HIDDEN": HIDDEN, "BLOCK": 1024}
+        f"sum_choices[{name}{', normed' if has_norm else ''}]",
+        sum_choices_kernel,
+        {**dict.fromkeys(tensors, f"*{name}"), "eps": "fp32"},
+        {"TOP_K": TOP_K, "HAS_NORM": has_norm, "HIDDEN": HIDDEN, "BLOCK": 2048 if has_norm else 1024, **_PDL},
+        _LAUNCH,
+    )
+
+
+def _route_rows(dtype: torch.dtype) -> KernelBuild:
+    name = TYPE_NAMES[dtype]
+    types = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "bias_ptr", "normed_ptr"), f"*{name}")
+    types |= dict.fromkeys(("correction_ptr", "logits_ptr", "weights_ptr"), "*fp32")
+    types |= {"arrived_ptr": "*i32", "ids_ptr": "*i32", "eps": "fp32", "scale": "fp32"}
+    constants = {"HAS_NORM": True, "HAS_BIAS": True, "HIDDEN": HIDDEN, "BLOCK_N": 4, "BLOCK_K": 1024}
+    routing = routing_constants(Routing(EXPERTS, TOP_K), EXPERTS, has_correction=True)
+    return KernelBuild(f"route_rows[{name}]", route_rows_kernel, types, {**constants, **routing, **_PDL}, _LAUNCH)
+
+
+def _pair_gates(dtype: torch.dtype) -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_gates(HIDDEN, dtype.itemsize)
+    assert tiles is not None
+    return KernelBuild(
+        f"pair_gates[{name}]",
+        pair_gates_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+            "ids_ptr": "*i32",
+            "load_ptr": "*i64",
+            "num_pairs": "i32",
+        },
+        {
+            "HAS_BIAS": True,
+            "HAS_LOAD": True,
+            "LIMIT": 7.0,
+            "TOP_K": TOP_K,
+            "SIZE": SIZE,
+            "HIDDEN": HIDDEN,
+            "NUM_EXPERTS": EXPERTS,
+            "BLOCK_E": 128,
+            "BLOCK_PAIRS": MOST_PAIRS,
+            "PDL": LATE.value,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+        },
+        {"num_warps": tiles.num_warps, **_LAUNCH},
+    )
+
+
+def _token_downs(dtype: torch.dtype) -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, dtype.itemsize)
+    assert tiles is not None
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+    constants = {"HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
+    return KernelBuild(
+        f"token_downs[{name}]",
+        token_downs_kernel,
+        {**types, "ids_ptr": "*i32", "factors_ptr": "*fp32"},
+        {**constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
+        {"num_warps": tiles.num_warps, **_LAUNCH},
     )
 
 
@@ -168,6 +242,7 @@ def _product(
             "BLOCK_N": tiles.block_n,
             "BLOCK_K": tiles.block_k,
             "DOT": dot_dtype(dtype),
+            **_PDL,
         },
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **_LAUNCH},
     )

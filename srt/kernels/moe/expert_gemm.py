@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.build.jit import dot_dtype, kernel
+from srt.kernels.build.jit import dot_dtype, jit, kernel
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.packed_gemm import is_hopper
 from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN, SIGNED8, add_bytes, add_halves
@@ -55,6 +56,17 @@ class ExpertGemmTiles:
         return cls(block_m, ProductTiles(64, 128 // item_size, warps, 3), ProductTiles(128, 128 // item_size, warps, 3))
 
 
+@jit
+def activate(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
+    """Return silu(gate) * up; gpt-oss's activation if there is a limit."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return (up + 1.0) * gate * tl.sigmoid(gate * _GATE_SLOPE)
+    else:
+        return gate * tl.sigmoid(gate) * up
+
+
 @kernel(one_variant_for=())
 def expert_gates_kernel(
     x_ptr: tl.tensor,
@@ -80,9 +92,13 @@ def expert_gates_kernel(
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
     HOPPER: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the activated gates and ups for the rows of tile t, in sorted order."""
     tile = tl.program_id(1)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
     first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
     if first < end:
         rows = first + tl.arange(0, BLOCK_M)
@@ -140,12 +156,7 @@ def expert_gates_kernel(
             bias_at = bias_ptr + expert * (2 * SIZE) + columns
             gate += tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_at + SIZE, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
-        if LIMIT > 0:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            activated = (up + 1.0) * gate * tl.sigmoid(gate * _GATE_SLOPE)
-        else:
-            activated = gate * tl.sigmoid(gate) * up
+        activated = activate(gate, up, LIMIT)
         out_at = out_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
         tl.store(out_at, activated.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
 
@@ -174,9 +185,13 @@ def expert_downs_kernel(
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
     HOPPER: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the weighted results for the rows of tile t, and stores each at its pair."""
     tile = tl.program_id(1)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
     first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
     if first < end:
         rows = first + tl.arange(0, BLOCK_M)
@@ -227,17 +242,42 @@ def expert_downs_kernel(
 
 @kernel(one_variant_for=())
 def sum_choices_kernel(
-    results_ptr: tl.tensor, out_ptr: tl.tensor, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+    results_ptr: tl.tensor,
+    hidden_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    eps: float,
+    TOP_K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Program (t, b) adds block b of the results of all choices of token t, in their order."""
+    """Program (t, b) adds block b of the results of all choices of token t, in their order.
+
+    With a norm it adds `hidden` too, the block is the whole row, and the norm of the rounded sum is stored as well.
+    """
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if HAS_NORM:
+        norm_weight = tl.load(norm_weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     for choice in tl.static_range(TOP_K):
         at = results_ptr + (token * TOP_K + choice) * HIDDEN + columns
         total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_NORM:
+        total += tl.load(hidden_ptr + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+    let_next_start_late(PDL)
+    rounded = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * HIDDEN + columns, rounded, mask=inside)
+    if HAS_NORM:
+        x = rounded.to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps) * norm_weight
+        tl.store(normed_ptr + token * HIDDEN + columns, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
 _KINDS: Final = {"e4m3": E4M3, "int8": INT8, "signed8": SIGNED8, "int4": INT4, "mxfp4": MXFP4}
@@ -283,20 +323,54 @@ def multiply_experts(
     factors: torch.Tensor,
     weights: ExpertWeights,
     tiles: ExpertGemmTiles | None = None,
+    pdl: int = 0,
 ) -> torch.Tensor:
     """Return the weighted sum of the results of each token's experts.
 
     x [tokens, hidden], ids i32 and factors f32 [tokens, top_k]. All tensors are contiguous. There must be tokens. Inputs of quantised
     weights are multiplied as they are.
     """
+    results = multiply_choices(x, ids, factors, weights, tiles, pdl)
+    out = torch.empty_like(x)
+    hidden, block = x.shape[1], _SUM_BLOCK
+    sum_choices_kernel[(len(x), triton.cdiv(hidden, block))](
+        results, x, x, out, x, 0.0, TOP_K=ids.shape[1], HAS_NORM=False, HIDDEN=hidden, BLOCK=block, **pdl_options(pdl)
+    )
+    return out
+
+
+def add_choices_and_norm(
+    results: torch.Tensor, hidden: torch.Tensor, norm_weight: torch.Tensor, eps: float, pdl: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the norm of hidden + the sum of each token's results, that sum), for what `multiply_choices` returns."""
+    num_tokens, size = hidden.shape
+    total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+    block = triton.next_power_of_2(size)
+    sum_choices_kernel[(num_tokens, 1)](
+        results, hidden, norm_weight, total, normed, eps, TOP_K=len(results) // num_tokens, HAS_NORM=True, HIDDEN=size,
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
+    )  # fmt: skip
+    return normed, total
+
+
+def multiply_choices(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    factors: torch.Tensor,
+    weights: ExpertWeights,
+    tiles: ExpertGemmTiles | None = None,
+    pdl: int = 0,
+) -> torch.Tensor:
+    """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`."""
     num_experts, hidden, size = weights.down.shape
     tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize)
-    table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load)
+    table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load, pdl)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     rows = (table.pairs, table.experts, table.firsts, table.ends)
     shape: dict[str, Any] = {"SIZE": size, "HIDDEN": hidden, "BLOCK_M": tiles.block_m, "DOT": dot_dtype(x.dtype)}
     shape["HOPPER"] = x.dtype is torch.bfloat16 and is_hopper(x.device)
+    shape |= pdl_options(pdl)
     num_tiles = len(table.experts)
     gates, downs = _Stored.of(weights.gate_up), _Stored.of(weights.down)
     gate_tiles, down_tiles = gates.fitting(tiles.gates), downs.fitting(tiles.downs)
@@ -325,11 +399,7 @@ def multiply_experts(
         **downs.constants,
         **_options(down_tiles),
     )
-    out = torch.empty_like(x)
-    sum_choices_kernel[(len(x), triton.cdiv(hidden, _SUM_BLOCK))](
-        results, out, TOP_K=ids.shape[1], HIDDEN=hidden, BLOCK=_SUM_BLOCK
-    )
-    return out
+    return results
 
 
 def _options(tiles: ProductTiles) -> dict[str, int]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.build.jit import jit, kernel
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 MOST_COUNTED_PAIRS: Final = 4096
 """With more pairs, sorting is faster than counting for each pair those before it."""
@@ -33,7 +34,9 @@ class ExpertTiles:
     block_m: int
 
     @classmethod
-    def sort(cls, ids: torch.Tensor, num_experts: int, block_m: int, load: torch.Tensor | None = None) -> ExpertTiles:
+    def sort(
+        cls, ids: torch.Tensor, num_experts: int, block_m: int, load: torch.Tensor | None = None, pdl: int = 0
+    ) -> ExpertTiles:
         """Sort the pairs by their experts, ids [tokens, top_k] i32, and add them to the load. Never waits for the device."""
         num_pairs, device = ids.numel(), ids.device
         most = num_pairs // block_m + min(num_pairs, num_experts)
@@ -44,7 +47,7 @@ class ExpertTiles:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
             count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
                 ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most,
-                HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes
+                HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes, **pdl_options(pdl)
             )  # fmt: skip
         else:
             ordered, by_expert = torch.sort(ids.flatten(), stable=True)
@@ -95,7 +98,7 @@ def _write_tiles(
 
 
 @jit
-def _add_load(counts: tl.tensor, load_ptr: tl.tensor, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr) -> None:
+def add_step_to_load(counts: tl.tensor, load_ptr: tl.tensor, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr) -> None:
     """Do what `srt.layers.moe.expert_ops.add_load` does. Only one program of a launch may, because there are no atomics."""
     experts = tl.arange(0, BLOCK_E)
     before = tl.load(load_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
@@ -121,11 +124,15 @@ def count_pairs_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """The first programs find the places of BLOCK pairs each, by counting the pairs before each. The others write BLOCK tiles each.
 
     The first of those adds to the load.
     """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
     if tl.program_id(0) < tl.cdiv(num_pairs, BLOCK):
         pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)[:, None]
@@ -148,7 +155,7 @@ def count_pairs_kernel(
         place = tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)
         if HAS_LOAD:
             if place == 0:
-                _add_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
+                add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
         tiles = place * BLOCK + tl.arange(0, BLOCK)
         _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
 
@@ -173,6 +180,6 @@ def cut_tiles_kernel(
     ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
     if HAS_LOAD:
         if tl.program_id(0) == 0:
-            _add_load(ends - starts, load_ptr, NUM_EXPERTS, BLOCK_E)
+            add_step_to_load(ends - starts, load_ptr, NUM_EXPERTS, BLOCK_E)
     tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _write_tiles(starts, ends - starts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
 from srt.kernels.build.jit import dot_dtype, jit, kernel
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.utils.layer_spec import Routing
 
 _FEW_ROWS: Final = 16
@@ -16,6 +17,7 @@ _BLOCK_EXPERTS: Final = 16
 _BLOCK_K: Final = 256
 _ROWS_OF_A_CHOICE: Final = 4
 _LEAST_SUM = tl.constexpr(1e-20)  # added to a sum of weights, so that it can divide them
+_LEAST = tl.constexpr(-(1 << 63))  # of 64 bits
 
 
 @kernel(one_variant_for=("num_rows",))
@@ -32,8 +34,11 @@ def router_logits_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Program (e, t) computes the float32 logits of block e of the experts for block t of the rows."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     of_row, of_expert = (rows < num_rows)[:, None], (experts < NUM_EXPERTS)[None, :]
@@ -46,6 +51,7 @@ def router_logits_kernel(
         x = tl.load(x_at, mask=of_row & inside[None, :], other=0.0)
         weight = tl.load(weight_at, mask=of_expert & inside[:, None], other=0.0)
         sums = tl.dot(x.to(DOT), weight.to(DOT), sums, input_precision="ieee")
+    let_next_start_late(PDL)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0)
         sums += bias.to(tl.float32)[None, :]
@@ -82,6 +88,69 @@ def _keep_best_groups(
     return tl.where(is_kept, ranks, -float("inf"))
 
 
+@jit
+def _reorder(bits: tl.tensor) -> tl.tensor:
+    """Map the bits of float32 numbers to integers in the same order, and such integers back to the bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def choose_by_logits(
+    logits: tl.tensor,
+    of_row: tl.tensor,
+    correction_ptr: tl.tensor,
+    scale: float,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+) -> tl.tuple:
+    """Return (experts, weights), both [BLOCK_T, BLOCK_CHOICES], for logits [BLOCK_T, BLOCK_E]: the lower number among equals.
+
+    A rank and its expert are packed into one integer, so that one reduction finds the best.
+    """
+    experts, choices = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
+    is_expert = experts < NUM_EXPERTS
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        largest = tl.max(tl.where(of_row, logits, 0.0), axis=1)
+        powers = tl.where(of_row & is_expert, tl.exp(logits - largest[:, None]), 0.0)
+        scores = powers / tl.where(of_row, tl.sum(powers, axis=1)[:, None], 1.0)
+    ranks = scores
+    if HAS_CORRECTION:
+        ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
+    ranks = tl.where(is_expert, ranks, -float("inf"))
+    if NUM_GROUPS > 1:
+        size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+        ranks = _keep_best_groups(ranks, experts, size, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES, BLOCK_E)
+    order = _reorder(ranks.to(tl.int32, bitcast=True))
+    packed = (order.to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64)
+    kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
+    kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(packed, axis=1)
+        best_id = tl.minimum(BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), NUM_EXPERTS - 1)
+        is_best = experts == best_id[:, None]
+        if HAS_CORRECTION:
+            score = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
+        else:
+            score = _reorder((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        kept_ids = tl.where(choices == choice, best_id[:, None], kept_ids)
+        kept = tl.where(choices == choice, score[:, None], kept)
+        packed = tl.where(is_best, _LEAST, packed)
+    if RENORMALISE:
+        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None] + _LEAST_SUM, 1.0)
+    return kept_ids, kept * scale
+
+
 @kernel(one_variant_for=("num_rows",))
 def choose_experts_kernel(
     logits_ptr: tl.tensor,
@@ -101,44 +170,45 @@ def choose_experts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Each program chooses the experts of BLOCK_T rows, the lower number among equals."""
+    let_next_start(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     experts, choices = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
     of_row, is_expert = (rows < num_rows)[:, None], experts < NUM_EXPERTS
+    wait_for_inputs(PDL)
     logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts, mask=of_row & is_expert, other=-float("inf"))
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        largest = tl.max(tl.where(of_row, logits, 0.0), axis=1)
-        powers = tl.where(of_row & is_expert, tl.exp(logits - largest[:, None]), 0.0)
-        scores = powers / tl.where(of_row, tl.sum(powers, axis=1)[:, None], 1.0)
-    ranks = scores
-    if HAS_CORRECTION:
-        ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
-    ranks = tl.where(is_expert, ranks, -float("inf"))
-    if NUM_GROUPS > 1:
-        size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-        ranks = _keep_best_groups(ranks, experts, size, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES, BLOCK_E)
-    kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
-    kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):
-        best = tl.max(ranks, axis=1)
-        best_id = tl.min(tl.where(ranks == best[:, None], experts, NUM_EXPERTS - 1), axis=1)
-        is_best = experts == best_id[:, None]
-        score = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
-        kept_ids = tl.where(choices == choice, best_id[:, None], kept_ids)
-        kept = tl.where(choices == choice, score[:, None], kept)
-        ranks = tl.where(is_best, -float("inf"), ranks)
-    if RENORMALISE:
-        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None] + _LEAST_SUM, 1.0)
+    let_next_start_late(PDL)
+    ids, weights = choose_by_logits(
+        logits, of_row, correction_ptr, scale, NUM_EXPERTS, TOP_K, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES,
+        RENORMALISE, SIGMOID, HAS_CORRECTION, BLOCK_T, BLOCK_E, BLOCK_CHOICES,
+    )  # fmt: skip
     out_at = rows[:, None] * TOP_K + choices
     inside = of_row & (choices < TOP_K)
-    tl.store(ids_ptr + out_at, kept_ids, mask=inside)
-    tl.store(weights_ptr + out_at, kept * scale, mask=inside)
+    tl.store(ids_ptr + out_at, ids, mask=inside)
+    tl.store(weights_ptr + out_at, weights, mask=inside)
 
 
-def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def routing_constants(routing: Routing, num_experts: int, has_correction: bool) -> dict[str, Any]:
+    """Return the constants of kernels that choose experts."""
+    return {
+        "NUM_EXPERTS": num_experts,
+        "TOP_K": routing.top_k,
+        "NUM_GROUPS": routing.num_groups,
+        "CHOSEN_GROUPS": routing.num_chosen_groups,
+        "GROUP_SCORES": routing.num_group_scores,
+        "RENORMALISE": routing.is_renormalised,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "HAS_CORRECTION": has_correction,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_CHOICES": triton.next_power_of_2(routing.top_k),
+    }
+
+
+def router_logits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, pdl: int = 0
+) -> torch.Tensor:
     """Return the float32 logits [rows, experts] for x [rows, hidden_size] and weight [experts, hidden_size], both contiguous."""
     num_rows, (num_experts, hidden_size) = len(x), weight.shape
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
@@ -158,12 +228,13 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         BLOCK_K=_BLOCK_K * 2 // x.itemsize,
         DOT=dot_dtype(x.dtype),
         num_stages=3,
+        **pdl_options(pdl),
     )
     return logits
 
 
 def choose_experts(
-    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids [rows, top_k] i32, weights [rows, top_k] f32) of the best experts, the best first."""
     num_rows, num_experts = logits.shape
@@ -176,16 +247,8 @@ def choose_experts(
         weights,
         num_rows,
         routing.scale,
-        NUM_EXPERTS=num_experts,
-        TOP_K=routing.top_k,
-        NUM_GROUPS=routing.num_groups,
-        CHOSEN_GROUPS=routing.num_chosen_groups,
-        GROUP_SCORES=routing.num_group_scores,
-        RENORMALISE=routing.is_renormalised,
-        SIGMOID=routing.scoring == "sigmoid",
-        HAS_CORRECTION=correction is not None,
         BLOCK_T=_ROWS_OF_A_CHOICE,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_CHOICES=triton.next_power_of_2(routing.top_k),
+        **routing_constants(routing, num_experts, correction is not None),
+        **pdl_options(pdl),
     )
     return ids, weights

@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import torch
 from torch import Tensor
 
-from srt.kernels.moe.expert_gemm import multiply_experts
+from srt.kernels.build.pdl import has_pdl, pdl_for
+from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_choices, multiply_experts
+from srt.kernels.moe.few_tokens import MOST_ROUTED_ROWS, multiply_few, route_rows, tiles_of_few
 from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
+
+_MOST_NORMED_ROWS: Final = 256
+"""With more rows, adding up the choices in a kernel of its own costs little."""
 
 
 class ExpertKernels(ExpertOps):
     """Never waits for the device, so that graphs can capture every step."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._has_pdl = has_pdl(device)
+        self._arrived = torch.zeros(MOST_ROUTED_ROWS, dtype=torch.int32, device=device)
+
     def route(self, x: Tensor, router: Router) -> Choice:
         if not len(x):
             return super().route(x, router)
-        logits = router_logits(x.contiguous(), router.weight, router.bias)
-        return Choice(*choose_experts(logits, router.routing, router.correction))
+        if self.can_route_rows(x):
+            return self.route_rows(x, router)[1]
+        pdl = self._pdl(x)
+        logits = router_logits(x.contiguous(), router.weight, router.bias, pdl)
+        return Choice(*choose_experts(logits, router.routing, router.correction, pdl))
+
+    def can_route_rows(self, x: Tensor) -> bool:
+        """Return whether one kernel norms the rows and chooses their experts."""
+        return 0 < len(x) <= MOST_ROUTED_ROWS
+
+    def route_rows(
+        self, x: Tensor, router: Router, norm_weight: Tensor | None = None, eps: float = 0.0
+    ) -> tuple[Tensor, Choice]:
+        """Return (the rows, normed if there is a norm; their experts)."""
+        normed, ids, weights = route_rows(x.contiguous(), router, self._arrived, norm_weight, eps, self._pdl(x))
+        return normed, Choice(ids, weights)
 
     def multiply(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
         if not len(x):
             return x.new_empty(x.shape)
-        return multiply_experts(x.contiguous(), choice.ids, choice.weights, weights)
+        tiles = tiles_of_few(choice.ids, weights, x.itemsize)
+        if tiles is not None:
+            return multiply_few(x.contiguous(), choice.ids, choice.weights, weights, tiles, self._pdl(x))
+        pdl = self._pdl_of_tiles(x)
+        return multiply_experts(x.contiguous(), choice.ids, choice.weights, weights, pdl=pdl)
+
+    def multiply_and_norm(
+        self, hidden: Tensor, x: Tensor, choice: Choice, weights: ExpertWeights, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return (the norm of hidden + what `multiply` returns, that sum); None if other kernels are faster."""
+        if not 0 < len(x) <= _MOST_NORMED_ROWS or tiles_of_few(choice.ids, weights, x.itemsize) is not None:
+            return None
+        pdl = self._pdl_of_tiles(x)
+        results = multiply_choices(x.contiguous(), choice.ids, choice.weights, weights, pdl=pdl)
+        return add_choices_and_norm(results, hidden.contiguous(), norm_weight, eps, pdl)
+
+    def _pdl(self, rows: Tensor) -> int:
+        return pdl_for(len(rows)) if self._has_pdl else 0
+
+    def _pdl_of_tiles(self, rows: Tensor) -> int:
+        """For a single row, the programs of tiles are placed badly if they start early: that costs more than it gains (on an H200)."""
+        return 0 if len(rows) == 1 else self._pdl(rows)

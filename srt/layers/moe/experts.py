@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
 from srt.layers.moe.packed_experts import PackedExperts
+from srt.layers.ops import LayerOps, Norm, Routed, Stream
 from srt.layers.quantization.weight import Place
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.utils.layer_spec import Experts, Routing
@@ -26,7 +27,7 @@ class RouterWeight(WeightedModule):
     own_dtypes: Final = {"correction": torch.float32}
     """Types of parameters that are not of the model's type."""
 
-    def __init__(self, hidden_size: int, routing: Routing, name: str, ops: ExpertOps) -> None:
+    def __init__(self, hidden_size: int, routing: Routing, name: str, ops: LayerOps) -> None:
         """`name` is the router's name in the checkpoint, beside the experts."""
         super().__init__()
         self._name = name
@@ -38,8 +39,9 @@ class RouterWeight(WeightedModule):
         self.bias = _empty(routing.num_experts) if routing.has_bias else None
         self.correction = _empty(routing.num_experts) if routing.has_correction else None
 
-    def forward(self, x: Tensor) -> Choice:
-        return self._ops.route(x, Router(self._routing, self.weight, self.bias, self.correction))
+    def forward(self, stream: Stream, norm: Norm | None = None) -> Routed:
+        """Choose the experts of the normed stream's tokens, or of the stream's."""
+        return self._ops.route(stream, norm, Router(self._routing, self.weight, self.bias, self.correction))
 
     def weight_pieces(self, path: str) -> Iterator[WeightPiece]:
         num_experts, hidden_size = self.weight.shape
@@ -78,9 +80,13 @@ class ExpertLayers(WeightedModule):
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Return what this rank adds to the weighted sum of the chosen experts' results."""
+        return self._ops.multiply(x, choice, self.matrices)
+
+    @property
+    def matrices(self) -> ExpertWeights:
+        """What the operations read."""
         biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
-        weights = ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load)
-        return self._ops.multiply(x, choice, weights)
+        return ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load)
 
     def places(self, path: str) -> tuple[list[list[Place]], list[list[Place]]]:
         """Return the checkpoint's layers that make up each expert's gates and ups, and its downs, if these are not plain matrices."""

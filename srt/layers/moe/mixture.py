@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from srt.layers.moe.experts import ExpertLayers, RouterWeight
-from srt.layers.ops import LayerOps
+from srt.layers.ops import LayerOps, Routed
 from srt.layers.weights import ColumnPart
 from srt.utils.layer_spec import Experts, SharedExpert
 
@@ -22,7 +22,7 @@ class Mixture(nn.Module):
     def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
         self._ops = ops
-        self.router = RouterWeight(hidden_size, spec.routing, spec.router_name, ops.experts)
+        self.router = RouterWeight(hidden_size, spec.routing, spec.router_name, ops)
         self.experts = ExpertLayers(hidden_size, spec, tp, ops.experts)
         self._shared_name, self._gate_name = "", ""
         if spec.shared is not None:
@@ -36,15 +36,21 @@ class Mixture(nn.Module):
             parts = [ColumnPart(shared.gate, 1, 0, 1)]
             self.add_module(shared.gate, ColumnParallelLinear(hidden_size, parts, False, self._ops))
 
-    def summand(self, x: Tensor) -> Tensor:
-        """Return what this rank adds to the result for the normed stream."""
-        routed: Tensor = self.experts(x, self.router(x))
+    @property
+    def has_shared(self) -> bool:
+        """Whether there is an expert that every token takes."""
+        return bool(self._shared_name)
+
+    def summand(self, routed: Routed) -> Tensor:
+        """Return what this rank adds to the result."""
+        x = routed.normed
+        chosen: Tensor = self.experts(x, routed.choice)
         if not self._shared_name:
-            return routed
+            return chosen
         shared: Tensor = self._part(self._shared_name)(x)
         if not self._gate_name:
-            return routed + shared
-        return torch.addcmul(routed, shared, self._part(self._gate_name)(x).sigmoid())
+            return chosen + shared
+        return torch.addcmul(chosen, shared, self._part(self._gate_name)(x).sigmoid())
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])

@@ -7,13 +7,22 @@ import torch
 from torch import Tensor
 
 from srt.kernels.moe import expert_gemm, expert_tiles
-from srt.kernels.moe.expert_gemm import ExpertGemmTiles, ProductTiles, multiply_experts
+from srt.kernels.moe.expert_gemm import (
+    ExpertGemmTiles,
+    ProductTiles,
+    add_choices_and_norm,
+    multiply_choices,
+    multiply_experts,
+)
 from srt.kernels.moe.expert_tiles import ExpertTiles
+from srt.kernels.moe.few_tokens import FewTiles, multiply_few, tiles_of_few
+from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, choose
 from srt.utils.layer_spec import Routing
 from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
+CPU = torch.device("cpu")
 SMALL = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1), ProductTiles(32, 16, 4, 1))
 
 
@@ -39,9 +48,31 @@ def test_tokens_get_their_best_experts(num_rows: int, routing: Routing) -> None:
     x, weight = torch.randn(num_rows, 40), torch.randn(routing.num_experts, 40)
     bias, correction = torch.randn(2, routing.num_experts)
     router = Router(routing, weight, bias if routing.has_bias else None, correction if routing.has_correction else None)
-    got, expected = (ops.route(x, router) for ops in (ExpertKernels(), TORCH_EXPERT_OPS))
-    assert torch.equal(got.ids.long(), expected.ids)
-    torch.testing.assert_close(got.weights, expected.weights)
+    expected = TORCH_EXPERT_OPS.route(x, router)
+    logits = router_logits(x, weight, router.bias)
+    for got in (ExpertKernels(CPU).route(x, router), Choice(*choose_experts(logits, routing, router.correction))):
+        assert torch.equal(got.ids.long(), expected.ids)
+        torch.testing.assert_close(got.weights, expected.weights)
+
+
+def test_the_first_of_equal_experts_is_chosen_whatever_their_sign() -> None:
+    """Corrections make ranks negative; two experts are the same."""
+    routing = Routing(6, 3, "sigmoid", has_correction=True)
+    logits = torch.tensor([[0.0, 1.0, 1.0, -2.0, 0.5, 1.0]])
+    ids, weights = choose_experts(logits, routing, torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0, -1.0]))
+    assert ids.tolist() == [[3, 1, 2]]
+    scores = logits.sigmoid()[0, [3, 1, 2]]
+    torch.testing.assert_close(weights[0], scores / scores.sum())
+
+
+def test_rows_are_normed_before_they_are_routed() -> None:
+    x, norm_weight, routing = torch.randn(3, 40), torch.randn(40), Routing(6, 2)
+    router, kernels = Router(routing, torch.randn(6, 40)), ExpertKernels(CPU)
+    expected = torch.nn.functional.rms_norm(x, (40,), norm_weight, 1e-3)
+    for _ in range(2):  # the second time shows that the first has left the counters as they were
+        normed, choice = kernels.route_rows(x, router, norm_weight, 1e-3)
+        torch.testing.assert_close(normed, expected)
+        assert torch.equal(choice.ids.long(), TORCH_EXPERT_OPS.route(expected, router).ids)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +99,18 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
     assert covered == list(range(2 * num_tokens))
 
 
+@pytest.mark.parametrize(("num_tokens", "is_few"), [(14, False), (3, True)])
 @pytest.mark.parametrize(("dtype", "tolerance", "limit"), [(torch.float32, 1e-5, 2.0), (torch.bfloat16, 1.5e-2, None)])
-def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance: float, limit: float | None) -> None:
+def test_products_are_those_of_each_tokens_experts(
+    dtype: torch.dtype, tolerance: float, limit: float | None, num_tokens: int, is_few: bool
+) -> None:
     """Neither the features of an expert nor the hidden size fill the last tile. With a limit there are biases."""
-    x = torch.randn(14, 40).to(dtype)
+    x = torch.randn(num_tokens, 40).to(dtype)
     gate_up, down = torch.randn(5, 2 * 20, 40).to(dtype), torch.randn(5, 40, 20).to(dtype)
     gate_up_bias = None if limit is None else torch.randn(5, 2 * 20).to(dtype)
     down_bias = None if limit is None else torch.randn(5, 40).to(dtype)
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, limit)
-    choice = choose(torch.randn(14, 5), Routing(5, 2))
+    choice = choose(torch.randn(num_tokens, 5), Routing(5, 2))
     wide = ExpertWeights(
         gate_up.float(),
         down.float(),
@@ -87,6 +121,8 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance
     expected = TORCH_EXPERT_OPS.multiply(x.float(), choice, wide)
 
     def product(ids: Tensor, factors: Tensor) -> Tensor:
+        if is_few:
+            return multiply_few(x, ids.int(), factors, weights, (FewTiles(4, 32), FewTiles(8, 16)))
         return multiply_experts(x, ids.int(), factors, weights, SMALL)
 
     assert error_of(product(choice.ids, choice.weights), expected) < tolerance
@@ -95,7 +131,48 @@ def test_products_are_those_of_each_tokens_experts(dtype: torch.dtype, tolerance
     lost = choice.weights.clone()
     lost[-1, -1] = 0.0
     assert error_of(product(choice.ids, lost), expected) > 2 * tolerance, "a weight of the choice lost"
-    assert ExpertKernels().multiply(x[:0], Choice(choice.ids[:0], choice.weights[:0]), weights).shape == (0, 40)
+    assert ExpertKernels(CPU).multiply(x[:0], Choice(choice.ids[:0], choice.weights[:0]), weights).shape == (0, 40)
+
+
+def test_few_tokens_are_counted_in_the_load() -> None:
+    load = torch.tensor([5] * 7 + [1, 1])
+    weights = ExpertWeights(torch.randn(7, 32, 16), torch.randn(7, 16, 16), load=load)
+    ids = torch.tensor([[1, 2], [2, 3], [2, 5]]).int()
+    multiply_few(torch.randn(3, 16), ids, torch.rand(3, 2), weights, (FewTiles(16, 16), FewTiles(16, 16)))
+    assert load.tolist() == [5, 6, 8, 6, 5, 6, 5, 1 + 4, 2]
+
+
+def test_choices_are_added_to_the_stream_and_normed() -> None:
+    x, hidden, norm_weight = torch.randn(6, 40), torch.randn(6, 40), torch.randn(40)
+    weights, choice = (
+        ExpertWeights(torch.randn(5, 32, 40), torch.randn(5, 40, 16)),
+        choose(torch.randn(6, 5), Routing(5, 2)),
+    )
+    results = multiply_choices(x, choice.ids.int(), choice.weights, weights, SMALL)
+    normed, total = add_choices_and_norm(results, hidden, norm_weight, 1e-3)
+    expected = hidden + TORCH_EXPERT_OPS.multiply(x, choice, weights)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (40,), norm_weight, 1e-3))
+
+
+def test_few_tokens_read_whole_rows_of_weights_that_fit_into_registers() -> None:
+    """Of Qwen3-30B-A3B and gpt-oss-20b; those of Mixtral are too long for a program of the second product."""
+    bf16 = 2
+    assert FewTiles.of_gates(2048, bf16) == FewTiles(2, 2048)
+    assert FewTiles.of_downs(768, 8, bf16) == FewTiles(4, 256)
+    assert FewTiles.of_gates(2880, bf16) == FewTiles(1, 1024)
+    assert FewTiles.of_downs(14336, 2, bf16) is None
+
+
+def test_one_token_has_kernels_of_its_own() -> None:
+    weights = ExpertWeights(torch.randn(7, 32, 16), torch.randn(7, 16, 16))
+    x, choice = torch.randn(2, 16), choose(torch.randn(2, 7), Routing(7, 2))
+    choice = Choice(choice.ids.int(), choice.weights)
+    assert tiles_of_few(choice.ids, weights, 4) is None
+    both = ExpertKernels(CPU).multiply(x, choice, weights)
+    first = Choice(choice.ids[:1], choice.weights[:1])
+    assert tiles_of_few(first.ids, weights, 4) is not None
+    torch.testing.assert_close(ExpertKernels(CPU).multiply(x[:1], first, weights), both[:1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", PACKED_FORMS)

@@ -1,0 +1,346 @@
+"""The experts of a step of one token, in three kernels that each read their weights into registers and multiply without tensor cores.
+
+`route_rows` norms each token, computes the router's logits and chooses. The first product then computes the activations of each pair of
+a token and an expert, whose weights it finds by the choice, without a table. The second product also adds the results of a token's
+choices, in their order, so the same step gives the same bits every time. All take several tokens, for which only `route_rows` is faster
+than other kernels.
+
+A program of the second product requests its weights before the first product has ended: the choice is known since the kernel before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+
+from srt.kernels.build.jit import jit, kernel
+from srt.kernels.build.pdl import LATE, let_next_start, let_next_start_late, pdl_options, wait_for_inputs
+from srt.kernels.moe.expert_gemm import activate
+from srt.kernels.moe.expert_tiles import add_step_to_load
+from srt.kernels.moe.route import choose_by_logits, routing_constants
+
+if TYPE_CHECKING:
+    from srt.layers.moe.expert_ops import ExpertWeights, Router
+
+MOST_TOKENS: Final = 1
+"""With more tokens, tiles with tensor cores are faster (measured on an H200 for Qwen3-30B-A3B)."""
+MOST_ROUTED_ROWS: Final = 32
+"""With more rows, the router's weights are read more often than it pays (measured as above)."""
+MOST_PAIRS: Final = 64  # that can be counted
+_GATE_BYTES: Final = 16 << 10  # of the weights in a program
+_DOWN_BYTES: Final = 48 << 10
+_ROUTER_BYTES: Final = 16 << 10  # of the router's weights in a program
+
+
+@dataclass(frozen=True, slots=True)
+class FewTiles:
+    """The outputs that one program computes, and how."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+
+    @classmethod
+    def choose(cls, num_inputs: int, num_matrices: int, item_size: int, most_bytes: int) -> FewTiles | None:
+        """Return tiles for a program that reads rows of so many inputs from each of several matrices; None if they are too long."""
+        row_bytes = num_inputs * num_matrices * item_size
+        if row_bytes > _DOWN_BYTES:
+            return None
+        block_n = min(16, 1 << ((most_bytes // row_bytes) | 1).bit_length() - 1)
+        widths = [min(width, triton.next_power_of_2(num_inputs)) for width in (2048, 1024, 512, 256)]
+        return cls(block_n, min(widths, key=lambda width: -num_inputs % width))  # the widest of those that pad least
+
+    @classmethod
+    def of_gates(cls, hidden: int, item_size: int) -> FewTiles | None:
+        return cls.choose(hidden, 2, item_size, _GATE_BYTES)
+
+    @classmethod
+    def of_downs(cls, size: int, top_k: int, item_size: int) -> FewTiles | None:
+        return cls.choose(size, top_k, item_size, _DOWN_BYTES)
+
+
+@jit
+def _none() -> tl.tuple:
+    return ()
+
+
+@jit
+def _with(items: tl.tuple, item: tl.tensor) -> tl.tuple:
+    return items + (item,)  # noqa: RUF005  Triton's compiler does not support unpacking
+
+
+@jit
+def _stream(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@kernel(one_variant_for=())
+def route_rows_kernel(
+    x_ptr: tl.tensor,  # [rows, HIDDEN]
+    norm_weight_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    correction_ptr: tl.tensor,
+    logits_ptr: tl.tensor,  # [rows, NUM_EXPERTS]
+    arrived_ptr: tl.tensor,  # [rows] i32: programs of the row that have stored their logits; 0 before and after
+    normed_ptr: tl.tensor,  # [rows, HIDDEN]
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    eps: float,
+    scale: float,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    GROUP_SCORES: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (n, r) computes block n of the logits of row r; the last program of a row chooses its experts."""
+    STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    let_next_start(PDL)
+    block, row = tl.program_id(0), tl.program_id(1)
+    outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    of_expert = weight_ptr + outputs[:, None] * HIDDEN
+    weights, norms, inputs = _none(), _none(), _none()
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + columns
+        is_weight = (outputs < NUM_EXPERTS)[:, None] & (k < HIDDEN)[None, :]
+        weights = _with(weights, tl.load(of_expert + k[None, :], mask=is_weight, other=0.0))
+        if HAS_NORM:
+            norms = _with(norms, tl.load(norm_weight_ptr + k, mask=k < HIDDEN, other=0.0))
+    wait_for_inputs(PDL)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        k = step * BLOCK_K + columns
+        x = tl.load(x_ptr + row * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
+        inputs = _with(inputs, x)
+        squares += x * x
+    let_next_start_late(PDL)
+    factor = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps) if HAS_NORM else 1.0
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        x = inputs[step]
+        if HAS_NORM:
+            rounded = (x * factor * norms[step].to(tl.float32)).to(normed_ptr.dtype.element_ty)
+            if block == 0:
+                k = step * BLOCK_K + columns
+                tl.store(normed_ptr + row * HIDDEN + k, rounded, mask=k < HIDDEN)
+            x = rounded.to(tl.float32)
+        sums += weights[step].to(tl.float32) * x[None, :]
+    logits = tl.sum(sums, 1)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + outputs, mask=outputs < NUM_EXPERTS, other=0.0).to(tl.float32)
+    tl.store(logits_ptr + row * NUM_EXPERTS + outputs, logits, mask=outputs < NUM_EXPERTS)
+    tl.debug_barrier()  # all threads have stored their logits before the program counts as arrived
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
+        return
+    tl.store(arrived_ptr + row, 0)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    # Read past the L1 cache (.cg), which may hold old values.
+    all_logits = tl.load(
+        logits_ptr + row * NUM_EXPERTS + experts, mask=experts < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg"
+    )
+    ids, factors = choose_by_logits(
+        all_logits, (tl.arange(0, 1) == 0)[:, None], correction_ptr, scale, NUM_EXPERTS, TOP_K, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES,
+        RENORMALISE, SIGMOID, HAS_CORRECTION, 1, BLOCK_E, BLOCK_CHOICES,
+    )  # fmt: skip
+    choices = tl.arange(0, BLOCK_CHOICES)[None, :]
+    tl.store(ids_ptr + row * TOP_K + choices, ids, mask=choices < TOP_K)
+    tl.store(weights_ptr + row * TOP_K + choices, factors, mask=choices < TOP_K)
+
+
+@kernel(one_variant_for=("num_pairs",))
+def pair_gates_kernel(
+    x_ptr: tl.tensor,  # [tokens, HIDDEN]
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [pairs, SIZE]
+    ids_ptr: tl.tensor,
+    load_ptr: tl.tensor,
+    num_pairs: int,
+    HAS_BIAS: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,  # 0 or LATE: the next kernel may only start when the choice, which it reads at once, is there
+) -> None:
+    """Program (p, n) computes block n of the activated gates and ups of pair p. Behind the last block is a program for the load."""
+    STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    pair, block = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    if block * BLOCK_N >= SIZE:
+        if HAS_LOAD:
+            if pair == 0:
+                pairs = tl.arange(0, BLOCK_PAIRS)[None, :]
+                ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)
+                counts = tl.sum((ids == tl.arange(0, BLOCK_E)[:, None]).to(tl.int32), axis=1)
+                counts = tl.where(tl.arange(0, BLOCK_E) < NUM_EXPERTS, counts, 0)
+                add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
+    else:
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        rows = weight_ptr + expert * (2 * SIZE * HIDDEN) + outputs[:, None] * HIDDEN
+        gates, ups = _none(), _none()
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            is_weight = (outputs < SIZE)[:, None] & (k < HIDDEN)[None, :]
+            gates = _with(gates, _stream(rows + k[None, :], is_weight))
+            ups = _with(ups, _stream(rows + SIZE * HIDDEN + k[None, :], is_weight))
+        gate_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            x = tl.load(x_ptr + pair // TOP_K * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
+            gate_sums += gates[step].to(tl.float32) * x[None, :]
+            up_sums += ups[step].to(tl.float32) * x[None, :]
+        gate, up = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+        if HAS_BIAS:
+            bias_at = bias_ptr + expert * (2 * SIZE) + outputs
+            gate += tl.load(bias_at, mask=outputs < SIZE, other=0.0).to(tl.float32)
+            up += tl.load(bias_at + SIZE, mask=outputs < SIZE, other=0.0).to(tl.float32)
+        activated = activate(gate, up, LIMIT)
+        tl.store(out_ptr + pair * SIZE + outputs, activated.to(out_ptr.dtype.element_ty), mask=outputs < SIZE)
+
+
+@kernel(one_variant_for=())
+def token_downs_kernel(
+    x_ptr: tl.tensor,  # [pairs, SIZE]
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [tokens, HIDDEN]
+    ids_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (t, n) computes block n of the weighted sum of the results of token t's choices."""
+    STEPS: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
+    let_next_start(PDL)
+    token, block = tl.program_id(0), tl.program_id(1)
+    outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    weights, factors = _none(), _none()
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
+        expert = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64)
+        factor = tl.load(factors_ptr + token * TOP_K + choice, cache_modifier=".cg")
+        factors = _with(factors, factor)
+        rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs[:, None] * SIZE
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            is_weight = (outputs < HIDDEN)[:, None] & (k < SIZE)[None, :]
+            weights = _with(weights, _stream(rows + k[None, :], is_weight))
+        if HAS_BIAS:
+            of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN, other=0.0)
+            bias += of_expert.to(tl.float32) * factor
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
+            sums += weights[choice * STEPS + step].to(tl.float32) * (x * factors[choice])[None, :]
+    total = tl.sum(sums, 1) + bias
+    tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
+
+
+def route_rows(
+    x: torch.Tensor,
+    router: Router,
+    arrived: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: int = 0,
+    block_n: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (the normed rows, or x without a norm; ids [rows, top_k] i32; weights [rows, top_k] f32).
+
+    x [rows, hidden_size] is contiguous. `arrived` has a zero for each row.
+    """
+    (num_rows, hidden_size), routing = x.shape, router.routing
+    num_experts, device = len(router.weight), x.device
+    block_n = block_n or max(1, _ROUTER_BYTES // (triton.next_power_of_2(hidden_size) * x.itemsize))
+    normed = x if norm_weight is None else torch.empty_like(x)
+    logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=device)
+    weights = torch.empty((num_rows, routing.top_k), dtype=torch.float32, device=device)
+    bias, correction = router.bias, router.correction
+    route_rows_kernel[(triton.cdiv(num_experts, block_n), num_rows)](
+        x, x if norm_weight is None else norm_weight, router.weight, x if bias is None else bias,
+        logits if correction is None else correction, logits, arrived, normed, ids, weights, eps, routing.scale,
+        HAS_NORM=norm_weight is not None, HAS_BIAS=bias is not None, HIDDEN=hidden_size, BLOCK_N=block_n,
+        BLOCK_K=min(1024, triton.next_power_of_2(hidden_size)),
+        **routing_constants(routing, num_experts, correction is not None), **pdl_options(pdl),
+    )  # fmt: skip
+    return normed, ids, weights
+
+
+def tiles_of_few(ids: torch.Tensor, weights: ExpertWeights, item_size: int) -> tuple[FewTiles, FewTiles] | None:
+    """Return the tiles of both products for ids [tokens, top_k]; None if others are faster, or the weights are quantised."""
+    if len(ids) > MOST_TOKENS or ids.numel() > MOST_PAIRS:
+        return None
+    if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
+        return None
+    _, hidden, size = weights.down.shape
+    gates, downs = FewTiles.of_gates(hidden, item_size), FewTiles.of_downs(size, ids.shape[1], item_size)
+    return None if gates is None or downs is None else (gates, downs)
+
+
+def multiply_few(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    factors: torch.Tensor,
+    weights: ExpertWeights,
+    tiles: tuple[FewTiles, FewTiles],
+    pdl: int = 0,
+) -> torch.Tensor:
+    """Do what `multiply_experts` does, for few tokens and plain weights. `ids` and `factors` are those of `route_rows` just before."""
+    (num_tokens, hidden), top_k = x.shape, ids.shape[1]
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor), "quantised weights have other kernels"
+    (num_experts, _, size), (gates, downs) = down.shape, tiles
+    assert ids.numel() <= MOST_PAIRS, ids.shape
+    activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
+    pair_gates_kernel[(num_tokens * top_k, triton.cdiv(size, gates.block_n) + (weights.load is not None))](
+        x, gate_up, x if weights.gate_up_bias is None else weights.gate_up_bias, activated, ids,
+        ids if weights.load is None else weights.load, num_tokens * top_k,
+        HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None, LIMIT=weights.limit or 0.0,
+        TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, num_warps=gates.num_warps,
+        **pdl_options(LATE.value if pdl else 0),
+    )  # fmt: skip
+    out = torch.empty_like(x)
+    token_downs_kernel[(num_tokens, triton.cdiv(hidden, downs.block_n))](
+        activated, down, x if weights.down_bias is None else weights.down_bias, out, ids, factors,
+        HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size, HIDDEN=hidden, BLOCK_N=downs.block_n,
+        BLOCK_K=downs.block_k, num_warps=downs.num_warps, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
