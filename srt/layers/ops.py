@@ -19,6 +19,7 @@ from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.stream_gemm import Weighted
+    from srt.layers.attention.latent_layer import LatentLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -137,6 +138,22 @@ class LayerOps:
     def experts_onto(self, routed: Routed, weights: ExpertWeights, next_norm: Norm | None = None) -> Stream:
         """Return the stream with the results of the chosen experts, prepared for `next_norm` if given."""
         return Stream(routed.hidden, self.experts.multiply(routed.normed, routed.choice, weights))
+
+    def store_latents(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Norm,
+        rotation: Rotation,
+        is_interleaved: bool,
+        layer: LatentLayer,
+        batch: ForwardBatch,
+    ) -> bool:
+        """Rotate the queries in place, and norm, rotate and store the latents (MLA), in one kernel. Return False if there is none.
+
+        q is [tokens, heads * head_dim], latents are [tokens, latent_dim]; both come from a projection.
+        """
+        return False
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """Return the rotation for `positions` [tokens], with cosines and sines multiplied by the factor."""

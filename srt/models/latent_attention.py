@@ -32,6 +32,7 @@ class LatentSelfAttention(nn.Module):
         spec = config.layers[layer_id].attention
         assert isinstance(spec, LatentAttention) and spec.num_heads % tp.size == 0, (spec, tp.size)
         self._spec = spec
+        self._ops = ops
         num_heads = spec.num_heads // tp.size
         size = num_heads * spec.head_dim
         queries = ColumnPart("q_proj", spec.num_heads * spec.head_dim, tp.rank * size, size)
@@ -54,9 +55,12 @@ class LatentSelfAttention(nn.Module):
         q, latents = self.in_proj(x).split(self.in_proj.sizes, dim=-1)
         if spec.query_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
+        norm, is_interleaved = self.kv_a_layernorm.norm, spec.rope.is_interleaved
+        if self._ops.store_latents(q, latents, norm, rotation, is_interleaved, self.attn, batch):
+            return self.attn.attend(q, latents, latents[:, : spec.latent_rank], batch)
         plain, rotated = q.unflatten(-1, (-1, spec.head_dim)).split((spec.nope_dim, spec.rope_dim), dim=-1)
-        q = torch.cat((plain, rotate_part(rotated, rotation, spec.rope.is_interleaved)), dim=-1)
+        q = torch.cat((plain, rotate_part(rotated, rotation, is_interleaved)), dim=-1)
         compressed, shared = latents.split((spec.latent_rank, spec.rope_dim), dim=-1)
-        shared = rotate_part(shared.unsqueeze(1), rotation, spec.rope.is_interleaved).squeeze(1)
+        shared = rotate_part(shared.unsqueeze(1), rotation, is_interleaved).squeeze(1)
         latents = torch.cat((self.kv_a_layernorm(compressed), shared), dim=-1)
         return self.attn(q.flatten(1), latents, latents[:, : spec.latent_rank], batch)  # type: ignore[no-any-return]

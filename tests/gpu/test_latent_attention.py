@@ -48,7 +48,7 @@ def decode(q: Tensor, memory: PagedLatents, slots: Tensor, lengths: Tensor, out:
     processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
     splits = num_splits_of(len(q), q.shape[1], 4096, processors)
     tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, shared_bytes(CUDA))
-    latent_decode(q, memory, slots, lengths, SCALE, out, splits, scratch, tiles)
+    latent_decode(q[..., :RANK], q[..., RANK:], memory, slots, lengths, SCALE, out, splits, scratch, tiles)
     return splits
 
 
@@ -92,7 +92,7 @@ def test_chunks_see_their_prefix_and_themselves(num_heads: int) -> None:
     out = randn(sum(counts), num_heads, RANK)
     tiles = LatentTiles.choose(q.dtype, max(counts) * num_heads, shared_bytes(CUDA))
     rows = slots.to(CUDA), torch.tensor(prefixes, device=CUDA), on_device, on_device.cumsum(0) - on_device
-    latent_extend(q, memory, *rows, max(counts), SCALE, out, tiles)
+    latent_extend(q[..., :RANK], q[..., RANK:], memory, *rows, max(counts), SCALE, out, tiles)
     known = [(int(slot), p, c) for slot, p, c in zip(slots, prefixes, counts, strict=True)]
     expected = latent_reference(q, memory.latents, RANK, memory.page_table, PAGE, known, SCALE)
     assert error_of(out, expected) < MOST

@@ -77,7 +77,8 @@ def num_splits_of(num_rows: int, num_heads: int, max_context: int, num_processor
 
 @kernel(one_variant_for=("slots_ptr", "prefix_lens_ptr", "extend_lens_ptr", "start_locs_ptr"))
 def latent_attention_kernel(
-    q_ptr: tl.tensor,  # [tokens, heads, RANK + ROPE]
+    q_ptr: tl.tensor,  # [tokens, heads, RANK]
+    rotated_ptr: tl.tensor,  # [tokens, heads, ROPE]
     latents_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -88,6 +89,10 @@ def latent_attention_kernel(
     lse_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [tokens, heads, RANK]
     scale_log2: float,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    rotated_token_stride: tl.tensor,
+    rotated_head_stride: tl.tensor,
     location_stride: tl.tensor,
     page_table_stride: tl.tensor,
     HEADS: tl.constexpr,
@@ -126,11 +131,12 @@ def latent_attention_kernel(
     end = tl.minimum(begin + split_tokens, seen) if SPLITS > 1 else seen
 
     firsts, lasts = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    rows_of_q = ((start + tokens) * HEADS + heads) * (RANK + ROPE)
+    q_at = q_ptr + (start + tokens)[:, None] * q_token_stride + heads[:, None] * q_head_stride
+    rotated_at = rotated_ptr + (start + tokens)[:, None] * rotated_token_stride + heads[:, None] * rotated_head_stride
     first_mask = is_pair[:, None] & (firsts < RANK)[None, :]
     last_mask = is_pair[:, None] & (lasts < ROPE)[None, :]
-    q_first = tl.load(q_ptr + rows_of_q[:, None] + firsts[None, :], mask=first_mask, other=0.0).to(DOT_DTYPE)
-    q_last = tl.load(q_ptr + rows_of_q[:, None] + RANK + lasts[None, :], mask=last_mask, other=0.0).to(DOT_DTYPE)
+    q_first = tl.load(q_at + firsts[None, :], mask=first_mask, other=0.0).to(DOT_DTYPE)
+    q_last = tl.load(rotated_at + lasts[None, :], mask=last_mask, other=0.0).to(DOT_DTYPE)
     pages_ptr = page_table_ptr + tl.load(slots_ptr + row).to(tl.int64) * page_table_stride
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -196,6 +202,7 @@ def merge_latent_splits_kernel(
 
 def latent_decode(
     q: torch.Tensor,
+    rotated: torch.Tensor,
     memory: PagedLatents,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -205,9 +212,10 @@ def latent_decode(
     scratch: LatentScratch,
     tiles: LatentTiles,
 ) -> None:
-    """Attend with one absorbed query per row and head, [rows, heads, latent_dim], to the row's first `seq_lens` positions.
+    """Attend with one absorbed query per row and head to the row's first `seq_lens` positions.
 
-    The weighted sums of latents' first parts, [rows, heads, rank], are written to `out`. A row of length 0 gets zeros.
+    Its two parts are q [rows, heads, rank] and `rotated` [rows, heads, rope], with any strides of rows and heads. The
+    weighted sums of latents' first parts, [rows, heads, rank], are written to `out`. A row of length 0 gets zeros.
     """
     num_rows, num_heads, _ = q.shape
     if not num_rows:
@@ -215,7 +223,7 @@ def latent_decode(
     assert num_splits == 1 or scratch.lse.numel() >= num_rows * num_heads * num_splits, (q.shape, num_splits)
     assert tiles.block_m == DECODE_PAIRS, tiles
     grid = triton.cdiv(num_heads, DECODE_PAIRS), num_rows, num_splits
-    _launch(grid, q, memory, (slots, seq_lens, seq_lens, seq_lens), scale, out, scratch, tiles)
+    _launch(grid, q, rotated, memory, (slots, seq_lens, seq_lens, seq_lens), scale, out, scratch, tiles)
     if num_splits > 1:
         merge_latent_splits_kernel[(num_rows * num_heads,)](
             scratch.partial, scratch.lse, out,
@@ -225,6 +233,7 @@ def latent_decode(
 
 def latent_extend(
     q: torch.Tensor,
+    rotated: torch.Tensor,
     memory: PagedLatents,
     slots: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -240,12 +249,13 @@ def latent_extend(
         return
     grid = triton.cdiv(max_extend_len * q.shape[1], tiles.block_m), len(slots), 1
     no_scratch = LatentScratch(*(torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2)))
-    _launch(grid, q, memory, (slots, prefix_lens, extend_lens, start_locs), scale, out, no_scratch, tiles)
+    _launch(grid, q, rotated, memory, (slots, prefix_lens, extend_lens, start_locs), scale, out, no_scratch, tiles)
 
 
 def _launch(
     grid: tuple[int, int, int],
     q: torch.Tensor,
+    rotated: torch.Tensor,
     memory: PagedLatents,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     scale: float,
@@ -253,13 +263,14 @@ def _launch(
     scratch: LatentScratch,
     tiles: LatentTiles,
 ) -> None:
-    _, num_heads, latent_dim = q.shape
-    rank = memory.rank
-    assert q.is_contiguous() and out.is_contiguous() and out.shape == (len(q), num_heads, rank), (q.shape, out.shape)
+    _, num_heads, rank = q.shape
+    latent_dim = rank + rotated.shape[2]
+    assert q.stride(2) == rotated.stride(2) == 1 and rotated.shape[:2] == q.shape[:2], (q.stride(), rotated.stride())
+    assert rank == memory.rank and out.is_contiguous() and out.shape == q.shape, (q.shape, out.shape)
     assert memory.latents.shape[1:] == (1, latent_dim) and memory.latents.stride(2) == 1, memory.latents.shape
     latent_attention_kernel[grid](
-        q, memory.latents, memory.page_table, *rows, scratch.partial, scratch.lse, out,
-        scale * math.log2(math.e), memory.latents.stride(0), memory.page_table.stride(0),
+        q, rotated, memory.latents, memory.page_table, *rows, scratch.partial, scratch.lse, out,
+        scale * math.log2(math.e), *q.stride()[:2], *rotated.stride()[:2], memory.latents.stride(0), memory.page_table.stride(0),
         HEADS=num_heads, RANK=rank, ROPE=latent_dim - rank, PAGE_SIZE=memory.page_size,
         DECODES=rows[1] is rows[2], SPLITS=grid[2], MIN_SPLIT=MIN_SPLIT_TOKENS, DOT_DTYPE=dot_dtype(q.dtype),
         BLOCK_M=tiles.block_m, BLOCK_R=block_dim(rank), BLOCK_P=block_dim(latent_dim - rank), BLOCK_N=tiles.block_n,

@@ -63,10 +63,9 @@ class TritonLatentBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor
     ) -> None:
         latents = latent_layer(layer)
-        absorbed = latents.absorb(q)
-        attended = absorbed.new_zeros((len(q), latents.num_heads, latents.latent_rank))
+        attended = q.new_zeros((len(q), latents.num_heads, latents.latent_rank))
         latent_extend(
-            absorbed,
+            *latents.absorb_parts(q),
             _memory(latents, batch),
             batch.req_pool_indices[: batch.num_extend_rows],
             batch.extend_prefix_lens,
@@ -77,14 +76,13 @@ class TritonLatentBackend(AttentionBackend):
             attended,
             LatentTiles.choose(q.dtype, self._max_extend_len * latents.num_heads, self._shared_bytes),
         )
-        out.copy_(latents.lift(attended))
+        latents.lift_into(attended, out)
 
     def forward_decode(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor) -> None:
         latents, tables = latent_layer(layer), batch.req_to_token_pool
-        absorbed = latents.absorb(q)
-        attended = absorbed.new_empty((len(q), latents.num_heads, latents.latent_rank))
+        attended = q.new_empty((len(q), latents.num_heads, latents.latent_rank))
         latent_decode(
-            absorbed,
+            *latents.absorb_parts(q),
             _memory(latents, batch),
             batch.req_pool_indices[batch.num_extend_rows :],
             batch.seq_lens[batch.num_extend_rows :],
@@ -94,7 +92,7 @@ class TritonLatentBackend(AttentionBackend):
             self._scratch,
             LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes),
         )
-        out.copy_(latents.lift(attended))
+        latents.lift_into(attended, out)
 
 
 def _memory(layer: LatentLayer, batch: ForwardBatch) -> PagedLatents:

@@ -13,6 +13,9 @@ from srt.kernels.attention.latent_attention import (
     latent_extend,
     num_splits_of,
 )
+from srt.kernels.elementwise.prepare_latents import prepare_latents
+from srt.layers.ops import TORCH_OPS
+from srt.layers.rope import rotate_part
 from tests.support.latent_reference import latent_reference
 from tests.unit.kernels.paged_world import make_paged_world
 
@@ -27,6 +30,34 @@ def memory_of(lengths: list[int], rank: int, rope: int, page_size: int) -> tuple
     return PagedLatents(world.kv.k_buffer, rank, world.kv.page_table, page_size), world.req_pool_indices
 
 
+def parts_of(q: torch.Tensor, memory: PagedLatents) -> tuple[torch.Tensor, torch.Tensor]:
+    return q[..., : memory.rank], q[..., memory.rank :]
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_queries_are_rotated_and_latents_normed_rotated_and_stored(is_interleaved: bool) -> None:
+    """Rows of both are parts of wider ones. Nothing else of the memory changes."""
+    num_tokens, heads, nope, rope, rank = 5, 18, 8, 6, 20
+    both = torch.randn(num_tokens, heads * (nope + rope) + rank + rope)
+    before, memory = both.clone(), torch.full((9, 1, rank + rope), 7.0)
+    weight, positions = torch.randn(rank), torch.tensor([0, 3, 100, 7, 2])
+    rotation = TORCH_OPS.angles(positions, torch.rand(rope // 2), 1.5)
+    q, latents = both.split((heads * (nope + rope), rank + rope), dim=-1)
+    locations = torch.tensor([3, 0, 8, 5, 1])
+    prepare_latents(
+        q, nope + rope, latents, weight, 1e-3, rotation.cos, rotation.sin, is_interleaved, locations, memory
+    )
+    old_q, old_latents = before.split((heads * (nope + rope), rank + rope), dim=-1)
+    plain, rotated = old_q.unflatten(-1, (heads, -1)).split((nope, rope), dim=-1)
+    expected = torch.cat((plain, rotate_part(rotated, rotation, is_interleaved)), dim=-1)
+    torch.testing.assert_close(q.unflatten(-1, (heads, -1)), expected)
+    first, last = old_latents.split((rank, rope), dim=-1)
+    last = rotate_part(last[:, None], rotation, is_interleaved)[:, 0]
+    first = torch.nn.functional.rms_norm(first, (rank,), weight, 1e-3)
+    torch.testing.assert_close(memory[locations, 0], torch.cat((first, last), dim=-1))
+    assert (memory[[2, 4, 6, 7]] == 7.0).all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(("num_heads", "rank", "rope", "page_size"), [(4, 48, 16, 1), (18, 32, 8, 16)])
 def test_decodes_see_all_positions_of_their_rows(
@@ -36,7 +67,7 @@ def test_decodes_see_all_positions_of_their_rows(
     memory, slots = memory_of(lengths, rank, rope, page_size)
     q, out = torch.randn(3, num_heads, rank + rope), torch.empty(3, num_heads, rank)
     scratch = LatentScratch.allocate(8, rank, CPU)
-    latent_decode(q, memory, slots, torch.tensor(lengths), SCALE, out, num_splits, scratch, TILES)
+    latent_decode(*parts_of(q, memory), memory, slots, torch.tensor(lengths), SCALE, out, num_splits, scratch, TILES)
     rows = [(int(slot), length - 1, 1) for slot, length in zip(slots, lengths, strict=True)]
     expected = latent_reference(q, memory.latents, rank, memory.page_table, page_size, rows, SCALE)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
@@ -47,7 +78,7 @@ def test_a_row_of_padding_gets_zeros(num_splits: int) -> None:
     memory, slots = memory_of([5], 32, 16, 4)
     q, out = torch.randn(1, 4, 48), torch.full((1, 4, 32), 7.0)
     scratch = LatentScratch.allocate(8, 32, CPU)
-    latent_decode(q, memory, slots, torch.tensor([0]), SCALE, out, num_splits, scratch, TILES)
+    latent_decode(*parts_of(q, memory), memory, slots, torch.tensor([0]), SCALE, out, num_splits, scratch, TILES)
     assert not out.any()
 
 
@@ -59,7 +90,7 @@ def test_chunks_see_their_prefix_and_themselves(num_heads: int, page_size: int) 
     out = torch.full((len(q), num_heads, 48), 7.0)
     starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
     rows = slots, torch.tensor(prefixes), torch.tensor(counts), starts
-    latent_extend(q, memory, *rows, max(counts), SCALE, out, TILES)
+    latent_extend(*parts_of(q, memory), memory, *rows, max(counts), SCALE, out, TILES)
     known = [(int(slot), p, c) for slot, p, c in zip(slots, prefixes, counts, strict=True)]
     expected = latent_reference(q, memory.latents, 48, memory.page_table, page_size, known, SCALE)
     torch.testing.assert_close(out[:-2].double(), expected, rtol=1e-4, atol=1e-5)
