@@ -1,23 +1,26 @@
 """The products of a layer's experts in every form of weights: µs by number of tokens, and the limit by bytes. Needs a GPU.
 
     python -m benchmarks.expert_products [--hidden 2048 --size 768 --experts 128 --top-k 8] [--tokens 1,8,64,256,2048]
+                                         [--forms bf16,fp8] [--variants]
 
 Each form is measured from graphs over several layers with different weights, so that none is found in the cache. Tokens take experts at
-random; the limit counts each expert that is taken once. For gpt-oss-20b: --hidden 2880 --size 2880 --experts 32 --top-k 4.
+random; the limit counts each expert that is taken once. --variants tries other tiles than those that the server chooses. For
+gpt-oss-20b: --hidden 2880 --size 2880 --experts 32 --top-k 4.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import limits
-from srt.kernels.moe.expert_gemm import multiply_experts
+from srt.kernels.moe.expert_gemm import ExpertGemmTiles, ProductTiles, multiply_experts
 from srt.layers.moe.expert_ops import ExpertMatrices, ExpertWeights, StackedMatrices
 from srt.layers.quantization.weight import NumberKind
 
@@ -44,6 +47,16 @@ FORMS = {
     "int4 by 128": Form("int4", 4, 128, torch.bfloat16),
     "int8": Form("signed8", 8, None, torch.float32),
 }
+
+
+def variants(num_pairs: int, num_experts: int) -> Iterator[tuple[str, ExpertGemmTiles]]:
+    """Yield what the server chooses, and other tiles of both products for the same number of rows in a tile, and for half of it."""
+    chosen = ExpertGemmTiles.choose(num_pairs, num_experts, 2)
+    yield "chosen", chosen
+    for block_m in sorted({chosen.block_m, max(16, chosen.block_m // 2)}):
+        for block_n, block_k, warps, stages in ((32, 256, 4, 3), (64, 128, 4, 4), (64, 256, 8, 3), (128, 128, 8, 3)):
+            both = ProductTiles(block_n, block_k, warps, stages)
+            yield f"{block_m} × {block_n} × {block_k}, {warps} warps", ExpertGemmTiles(block_m, both, both)
 
 
 class Matrices:
@@ -102,11 +115,14 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--tokens", type=limits.numbers, default="1,8,64,256,2048")
+    parser.add_argument("--forms", default=",".join(FORMS), help="of weights")
+    parser.add_argument("--variants", action="store_true", help="other tiles too")
     options = parser.parse_args()
     hidden, size, count = options.hidden, options.size, options.experts
     hardware = limits.measured()
     print(f"{hardware.name}, read {hardware.read_bytes_s / 1e12:.2f} TB/s; {limits.versions()}")
-    for name, form in FORMS.items():
+    for name in options.forms.split(","):
+        form = FORMS[name]
         layer_bytes = 3 * count * hidden * size * bytes_of(form, hidden)
         layers = [
             ExpertWeights(matrices(form, count, 2 * size, hidden), matrices(form, count, hidden, size))
@@ -116,14 +132,19 @@ def main() -> int:
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
             ids = torch.rand(tokens, count, device=CUDA).argsort(-1)[:, : options.top_k].int().contiguous()
             factors = torch.full((tokens, options.top_k), 1 / options.top_k, device=CUDA)
-            found = time_us([partial(multiply_experts, x, ids, factors, one) for one in layers])
             taken = len(ids.unique()) / count
             operations = 6 * tokens * options.top_k * hidden * size / hardware.matmul_flops_s
             limit = max(layer_bytes * taken / hardware.read_bytes_s, operations) * 1e6
-            print(
-                f"{name:12} {tokens:5} tokens {found:8.1f} µs  limit {limit:8.1f}  ratio {found / limit:.2f}",
-                flush=True,
-            )
+            for said, tiles in variants(ids.numel(), count) if options.variants else [("", None)]:
+                try:
+                    found = time_us([partial(multiply_experts, x, ids, factors, one, tiles) for one in layers])
+                except OutOfResources as error:
+                    print(f"{name:12} {tokens:5} tokens  {said}: {error}", flush=True)
+                    continue
+                print(
+                    f"{name:12} {tokens:5} tokens {found:8.1f} µs  limit {limit:8.1f}  ratio {found / limit:.2f}  {said}",
+                    flush=True,
+                )
         del layers
     return 0
 
