@@ -73,10 +73,10 @@ def test_decodes_are_right_and_the_same_every_time(num_rows: int, num_heads: int
         decode(q, memory, slots.to(CUDA), on_device, again, scratch)
         assert torch.equal(again, out)
 
-    next_pages = (memory.page_table + 1) % (len(memory.latents) // PAGE)
-    shifted = replace(memory, page_table=next_pages, latents=memory.latents.nan_to_num())
-    decode(q, shifted, slots.to(CUDA), on_device, again, scratch)
-    assert error_of(again, expected) > 0.5, "pages shifted by one"
+    # A single row has all pages, and attention does not ask for their order: so half of them are read twice, and half never.
+    twice = replace(memory, page_table=memory.page_table // 2, latents=memory.latents.nan_to_num())
+    decode(q, twice, slots.to(CUDA), on_device, again, scratch)
+    assert error_of(again, expected) > 0.3, "half of the pages lost"
     unrotated = q.clone()
     unrotated[..., RANK:] = 0.0
     decode(unrotated, memory, slots.to(CUDA), on_device, again, scratch)
