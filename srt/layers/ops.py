@@ -19,7 +19,6 @@ from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.stream_gemm import Weighted
-    from srt.layers.attention.latent_layer import LatentLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -33,6 +32,11 @@ class Stream:
     """The sum multiplied by the next norm's weight, if the operation that formed the sum knew that norm; then there is no delta."""
     normed: Tensor | None = None
     """The sum after the next norm, under the same conditions."""
+
+    @property
+    def total(self) -> Tensor:
+        """The sum, added up."""
+        return self.hidden if self.delta is None else self.hidden + self.delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class LayerOps:
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
             return stream.normed, stream.hidden
-        hidden = stream.hidden if stream.delta is None else stream.hidden + stream.delta
+        hidden = stream.total
         return self.norm(hidden, norm), hidden
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
@@ -129,10 +133,9 @@ class LayerOps:
     def route(self, stream: Stream, norm: Norm | None, router: Router) -> Routed:
         """Choose the experts of the normed stream's tokens; without a norm of the stream's."""
         if norm is None:
-            assert stream.delta is None, "only a norm adds up the stream"
-            normed = hidden = stream.hidden
-        else:
-            normed, hidden = self.norm_stream(stream, norm)
+            hidden = stream.total
+            return Routed(hidden, hidden, self.experts.route(hidden, router))
+        normed, hidden = self.norm_stream(stream, norm)
         return Routed(normed, hidden, self.experts.route(normed, router))
 
     def experts_onto(self, routed: Routed, weights: ExpertWeights, next_norm: Norm | None = None) -> Stream:
@@ -146,7 +149,7 @@ class LayerOps:
         norm: Norm,
         rotation: Rotation,
         is_interleaved: bool,
-        layer: LatentLayer,
+        layer: RadixAttention,
         batch: ForwardBatch,
     ) -> bool:
         """Rotate the queries in place, and norm, rotate and store the latents (MLA), in one kernel. Return False if there is none.

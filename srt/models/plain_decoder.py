@@ -17,7 +17,7 @@ from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
-from srt.layers.ops import LayerOps, Rotation, Stream
+from srt.layers.ops import LayerOps, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
 from srt.models.stage_layers import stage_layers
@@ -112,7 +112,11 @@ class PlainExperts(Mixture):
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._tp.all_reduce(self.summand(self.router(Stream(x))))
+        return self.sum(self.router(Stream(x)))
+
+    def sum(self, routed: Routed) -> Tensor:
+        """Return the result of all ranks together."""
+        return self._tp.all_reduce(self.summand(routed))
 
 
 def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, ops: LayerOps) -> nn.Module:
@@ -129,6 +133,7 @@ class PlainLayer(nn.Module):
     ) -> None:
         super().__init__()
         spec = self._spec = config.layers[layer_id]
+        self._ops = ops
         self._rope = None if spec.attention.rope is None else ropes.index(spec.attention.rope)
         kind = PlainAttention if isinstance(spec.attention, SelfAttention) else LatentSelfAttention
         self.self_attn: PlainAttention | LatentSelfAttention = kind(config, tp, ops, layer_id)
@@ -137,28 +142,59 @@ class PlainLayer(nn.Module):
             self.add_module(name, make_norm(config.norm, config.hidden_size, ops))
 
     def forward(
-        self, hidden: Tensor, rotations: Sequence[Rotation], batch: ForwardBatch, wanted: Tensor | None = None
-    ) -> Tensor:
+        self, stream: Stream, rotations: Sequence[Rotation], batch: ForwardBatch, wanted: Tensor | None = None
+    ) -> Stream:
         """Return the stream after the layer, of the `wanted` tokens if given. Only attention needs the others."""
         spec, norms = self._spec, self._spec.norms
-        normed = self._norm(norms.before_attention, hidden)
+        normed, hidden = self._normed(norms.before_attention, stream)
         rotation = None if self._rope is None else rotations[self._rope]
         attended = self.self_attn(normed, rotation, batch)
         if wanted is not None:
             attended, hidden, normed = attended[wanted], hidden[wanted], normed[wanted]
             if not len(hidden):
-                return hidden
-        delta = self._norm(norms.after_attention, self.self_attn.o_proj(attended))
-        hidden = torch.add(hidden, delta, alpha=spec.residual_scale)
-        if not spec.is_parallel:
-            normed = self._norm(norms.before_feed_forward, hidden)
-        return torch.add(hidden, self._norm(norms.after_feed_forward, self._mlp(normed)), alpha=spec.residual_scale)
+                return Stream(hidden)
+        if spec.is_parallel:
+            hidden = self._added(hidden, self._norm(norms.after_attention, self.self_attn.o_proj(attended))).total
+            delta = self._mlp(normed)
+        else:
+            delta, hidden = self._feed_forward(self._attended_onto(hidden, attended))
+        return self._added(hidden, self._norm(norms.after_feed_forward, delta))
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        return cast("nn.Module", self._modules[self._spec.feed_forward.name])(x)  # type: ignore[no-any-return]
+    def _attended_onto(self, hidden: Tensor, attended: Tensor) -> Stream:
+        """Return the stream with the projected attention output. May overwrite `hidden`."""
+        projection, norm = self.self_attn.o_proj, self._spec.norms.after_attention
+        if norm is None and self._spec.residual_scale == 1.0:
+            return projection.onto(hidden, attended, None)
+        return self._added(hidden, self._norm(norm, projection(attended)))
+
+    def _feed_forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the output of the MLP or the experts for the normed stream, the stream's sum)."""
+        name = self._spec.norms.before_feed_forward
+        norm = None if name is None else self._modules[name]
+        if isinstance(self._mlp, PlainExperts) and isinstance(norm, RMSNorm):
+            routed = self._mlp.router(stream, norm.norm)
+            return self._mlp.sum(routed), routed.hidden
+        normed, hidden = self._normed(name, stream)
+        return self._mlp(normed), hidden
+
+    def _added(self, hidden: Tensor, delta: Tensor) -> Stream:
+        scale = self._spec.residual_scale
+        return Stream(hidden, delta) if scale == 1.0 else Stream(torch.add(hidden, delta, alpha=scale))
+
+    @property
+    def _mlp(self) -> nn.Module:
+        return cast("nn.Module", self._modules[self._spec.feed_forward.name])
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else cast("nn.Module", self._modules[name])(x)
+
+    def _normed(self, name: str | None, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the normed stream, its sum)."""
+        norm = None if name is None else self._modules[name]
+        if isinstance(norm, RMSNorm):
+            return self._ops.norm_stream(stream, norm.norm)
+        hidden = stream.total
+        return self._norm(name, hidden), hidden
 
 
 class PlainDecoder(nn.Module):
@@ -182,14 +218,16 @@ class PlainDecoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotations = [rope(positions) for rope in self.rotary_embs]
-        hidden = self._embed(input_ids) if self._stage.is_first else batch.received
+        stream = Stream(self._embed(input_ids) if self._stage.is_first else batch.received)
         *layers, last = self.layers
         for layer in layers:
-            hidden = layer(hidden, rotations, batch)
+            stream = layer(stream, rotations, batch)
         if not self._stage.is_last:
-            return last(hidden, rotations, batch)  # type: ignore[no-any-return]
-        hidden = last(hidden, rotations, batch, batch.output_tokens)
-        return self.norm(hidden) if len(hidden) else hidden  # type: ignore[no-any-return]
+            return last(stream, rotations, batch).total  # type: ignore[no-any-return]
+        ended: Stream = last(stream, rotations, batch, batch.output_tokens)
+        if not len(ended.hidden):
+            return ended.hidden
+        return self.norm.of_stream(ended) if isinstance(self.norm, RMSNorm) else self.norm(ended.total)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)
