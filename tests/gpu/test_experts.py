@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from srt.kernels.moe.expert_gemm import multiply_experts
+from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_experts
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router
 from srt.utils.layer_spec import Routing
@@ -126,3 +127,59 @@ def test_a_graph_serves_any_choice(num_tokens: int) -> None:
         graph.replay()
         assert torch.equal(captured, multiply_experts(x, ids, weights, experts))
         assert error_of(captured, exactly(x, Choice(ids, weights), *matrices)) < MOST
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 32])
+def test_layers_that_start_early_give_the_same_bits(num_tokens: int) -> None:
+    """Layers one after the other in a graph, each of which starts before the last has ended, and the same ones launched plainly."""
+    num_experts, top_k, hidden, size = SHAPES["qwen3"]
+    kernels, routing, norm = ExpertKernels(CUDA), Routing(num_experts, top_k), randn(hidden)
+    layers = [
+        (
+            ExpertWeights(
+                randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+            ),
+            Router(routing, randn(num_experts, hidden) * hidden**-0.5),
+        )
+        for _ in range(3)
+    ]
+
+    def run(x: Tensor) -> Tensor:
+        for weights, router in layers:
+            normed, choice = kernels.route_rows(x, router, norm, 1e-6)
+            x = kernels.multiply(normed, choice, weights)
+        return x
+
+    inputs = randn(num_tokens, hidden)
+    run(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(inputs)
+    for _ in range(5):
+        inputs.copy_(randn(num_tokens, hidden))
+        graph.replay()
+        with patch("srt.layers.moe.expert_kernels.pdl_for", return_value=0):
+            assert torch.equal(captured, run(inputs))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 32])
+def test_rows_are_normed_and_routed_in_one_kernel(num_tokens: int) -> None:
+    x, norm, kernels = randn(num_tokens, 2048), randn(2048), ExpertKernels(CUDA)
+    router = Router(Routing(128, 8), randn(128, 2048) * 2048**-0.5)
+    normed, choice = kernels.route_rows(x, router, norm, 1e-6)
+    assert error_of(normed, torch.nn.functional.rms_norm(x.float(), (2048,), norm.float(), 1e-6)) < MOST
+    expected = TORCH_EXPERT_OPS.route(normed, router)
+    assert (choice.ids == expected.ids).float().mean() > 0.99, "all but ties"
+    torch.testing.assert_close(choice.weights, expected.weights, rtol=1e-3, atol=1e-5)
+    assert error_of(kernels.route_rows(x, router, norm.flip(0), 1e-6)[0], normed) > 0.5, "the norm of other elements"
+
+
+def test_choices_are_added_to_the_stream_and_normed() -> None:
+    num_tokens, top_k, hidden = 48, 8, 2048
+    results, stream, norm = randn(num_tokens * top_k, hidden), randn(num_tokens, hidden), randn(hidden)
+    normed, total = add_choices_and_norm(results, stream, norm, 1e-6)
+    expected = stream.float() + results.view(num_tokens, top_k, hidden).float().sum(1)
+    assert error_of(total, expected) < MOST
+    assert error_of(normed, torch.nn.functional.rms_norm(expected, (hidden,), norm.float(), 1e-6)) < MOST
+    results.view(num_tokens, top_k, hidden)[:, -1] = 0.0
+    assert error_of(add_choices_and_norm(results, stream, norm, 1e-6)[1], normed) > 10 * MOST, "a choice lost"
