@@ -81,6 +81,13 @@ class KernelOps(LayerOps):
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
         return gelu_tanh_and_mul(gate_up, self._pdl(gate_up))
 
+    def gated_linear(self, x: Tensor, affine: Affine) -> Tensor:
+        few = _few(affine, x)
+        if few is not None:
+            return self._gemv(x, *few, affine.bias, is_gated=True)
+        product = self._gated(x, affine)
+        return self.silu_and_mul(super().linear(x, affine)) if product is None else product
+
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         few = _few(affine, stream.hidden)
         if few is not None:
@@ -97,8 +104,7 @@ class KernelOps(LayerOps):
         if few is not None:
             return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True)
         normed, hidden = self.norm_stream(stream, norm)
-        product = self._gated(normed, affine)
-        return self.silu_and_mul(super().linear(normed, affine)) if product is None else product, hidden
+        return self.gated_linear(normed, affine), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         stream = self._streamed_onto(hidden, x, affine, next_norm)
@@ -113,13 +119,13 @@ class KernelOps(LayerOps):
 
     def route(self, stream: Stream, norm: Norm | None, router: Router) -> Routed:
         hidden, is_sum = stream.hidden, stream.delta is None and stream.normed is None
-        if norm is None or not is_sum or not self.experts.can_route_rows(hidden):
+        if norm is None or norm.is_plus_one or not is_sum or not self.experts.can_route_rows(hidden):
             return super().route(stream, norm, router)
         normed, choice = self.experts.route_rows(hidden, router, norm.weight, norm.eps)
         return Routed(normed, hidden, choice)
 
     def experts_onto(self, routed: Routed, weights: ExpertWeights, next_norm: Norm | None = None) -> Stream:
-        if next_norm is None:
+        if next_norm is None or next_norm.is_plus_one:
             return super().experts_onto(routed, weights)
         formed = self.experts.multiply_and_norm(
             routed.hidden, routed.normed, routed.choice, weights, next_norm.weight, next_norm.eps
@@ -254,10 +260,19 @@ class KernelOps(LayerOps):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        is_gated: bool = False,
     ) -> Tensor:
-        tiles = _gemv_tiles(weight, is_gated=False)
-        pdl = bool(self._pdl(x))
-        product, _ = gemv(x.contiguous(), weight, tiles, scales=scales, bias=bias, residual=residual, out=out, pdl=pdl)
+        product, _ = gemv(
+            x.contiguous(),
+            weight,
+            _gemv_tiles(weight, is_gated),
+            scales=scales,
+            bias=bias,
+            is_gated=is_gated,
+            residual=residual,
+            out=out,
+            pdl=bool(self._pdl(x)),
+        )
         return product
 
     def _gemv_of_norm(

@@ -91,6 +91,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         parts = [_even_part(name, total, tp) for name, total in outputs]
         super().__init__(in_features, parts if stored_as is None else _within_one(stored_as, parts), bias, ops)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """Return silu(first) * second of the two layers' outputs."""
+        return self._ops.gated_linear(x, self.affine)
+
     def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Return (silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
         return self._ops.gated_linear_of_norm(stream, norm.norm, self.affine)
@@ -152,6 +156,10 @@ class RowParallelLinear(LinearLayer):
     def summand(self, x: Tensor) -> Tensor:
         """Return what this rank adds to y, without the bias."""
         return self._ops.linear(x, Affine(self.weight, None))
+
+    def summand_onto(self, total: Tensor, x: Tensor) -> Tensor:
+        """Return `total` plus what this rank adds to y, without the bias. May overwrite `total`."""
+        return self._ops.linear_onto(total, x, Affine(self.weight, None)).total
 
     def places(self, path: str) -> list[Place]:
         columns = self._columns

@@ -117,6 +117,10 @@ class LayerOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def gated_linear(self, x: Tensor, affine: Affine) -> Tensor:
+        """Return `silu_and_mul` of the product of x."""
+        return self.silu_and_mul(self.linear(x, affine))
+
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         normed, hidden = self.norm_stream(stream, norm)
         return self.linear(normed, affine), hidden
@@ -124,7 +128,7 @@ class LayerOps:
     def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         """Return `silu_and_mul` of the product of the normed stream."""
         normed, hidden = self.norm_stream(stream, norm)
-        return self.silu_and_mul(self.linear(normed, affine)), hidden
+        return self.gated_linear(normed, affine), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         """Return hidden + x Wᵀ + b, prepared for `next_norm` if given. May overwrite `hidden`."""

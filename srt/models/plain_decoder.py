@@ -90,18 +90,22 @@ class PlainMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: FeedForward, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
+        self._ops = ops
         outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
         stored_as = "gate_up_proj" if spec.is_one_tensor else None
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, spec.bias, tp, ops, stored_as)
         self.down_proj = RowParallelLinear(spec.size, hidden_size, spec.bias, tp, ops)
         activations: dict[Activation, Callable[[Tensor], Tensor]] = {
-            "silu": ops.silu_and_mul,
-            "gelu_tanh": ops.gelu_tanh_and_mul,
+            "silu": self.gate_up_proj.gated,
+            "gelu_tanh": self._gelu_tanh_gated,
         }
-        self._activate = activations[spec.activation]
+        self._gated = activations[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._activate(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
+
+    def _gelu_tanh_gated(self, x: Tensor) -> Tensor:
+        return self._ops.gelu_tanh_and_mul(self.gate_up_proj(x))
 
 
 class PlainExperts(Mixture):

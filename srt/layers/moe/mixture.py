@@ -47,10 +47,10 @@ class Mixture(nn.Module):
         chosen: Tensor = self.experts(x, routed.choice)
         if not self._shared_name:
             return chosen
-        shared: Tensor = self._part(self._shared_name)(x)
+        shared = cast("SharedExpertLayers", self._part(self._shared_name))
         if not self._gate_name:
-            return chosen + shared
-        return torch.addcmul(chosen, shared, self._part(self._gate_name)(x).sigmoid())
+            return shared.onto(chosen, x)
+        return torch.addcmul(chosen, shared(x), self._part(self._gate_name)(x).sigmoid())
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])
@@ -71,10 +71,13 @@ class SharedExpertLayers(nn.Module):
 
     def __init__(self, hidden_size: int, spec: SharedExpert, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self._ops = ops
         outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, False, tp, ops)
         self.down_proj = RowParallelLinear(spec.size, hidden_size, False, tp, ops)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj.summand(self._ops.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj.summand(self.gate_up_proj.gated(x))
+
+    def onto(self, total: Tensor, x: Tensor) -> Tensor:
+        """Return `total` plus the result. May overwrite `total`."""
+        return self.down_proj.summand_onto(total, self.gate_up_proj.gated(x))
