@@ -22,6 +22,7 @@ from srt.layers.quantization.weight import IntegerMatrix, LinearWeight, NumberFo
 from srt.layers.weights import WeightPiece
 
 if TYPE_CHECKING:
+    from srt.kernels.gemm.packed_matrix import PackedMatrix
     from srt.model_executor.forward_batch_info import HostRows
     from srt.protocol.messages import Admission, PlanSection
 
@@ -119,6 +120,10 @@ class AdaptedWeight(LinearWeight):
     @property
     def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:
         return self.inner.scaled_matrix if self._is_bare else None
+
+    @property
+    def packed_matrix(self) -> PackedMatrix | None:
+        return self.inner.packed_matrix if self._is_bare else None
 
     @property
     def integer_matrix(self) -> IntegerMatrix | None:

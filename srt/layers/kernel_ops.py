@@ -156,8 +156,8 @@ class KernelOps(LayerOps):
             is_fp8=k_buffer.dtype is torch.float8_e4m3fn,
         )
         only_decodes = batch.num_decode_rows == len(stream.hidden)
-        gemm, matrix, tiles = self._stream_gemm, affine.matrix, None
-        if gemm is not None and matrix is not None and affine.bias is None and only_decodes:
+        gemm, matrix, tiles = self._stream_gemm, affine.streamed, None
+        if gemm is not None and matrix is not None and only_decodes:
             tiles = gemm.tiles(stream.hidden, matrix, ending)
         if gemm is None or matrix is None or tiles is None:
             return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)
@@ -224,24 +224,24 @@ class KernelOps(LayerOps):
         """Return the gated product; None if other kernels are faster."""
         is_scaled = isinstance(x, Weighted)
         product = self._streamed(x, affine, Ending(is_gated=True, is_scaled=is_scaled))
-        gemm, matrix = self._gated_gemm, affine.matrix
-        if product is not None or gemm is None or matrix is None or affine.bias is not None:
+        gemm, matrix = self._gated_gemm, affine.streamed
+        if product is not None or gemm is None or matrix is None:
             return product
         tiles = gemm.tiles(_rows(x), matrix)
         return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
         """Return the product by `StreamGemm`; None if other kernels are faster."""
-        gemm, matrix = self._stream_gemm, affine.matrix
-        if gemm is None or matrix is None or affine.bias is not None:
+        gemm, matrix = self._stream_gemm, affine.streamed
+        if gemm is None or matrix is None:
             return None
         tiles = gemm.tiles(_rows(x), matrix, ending)
         return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
     def _streamed_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None) -> Stream | None:
         """Return the product added to `hidden` by `StreamGemm`; None if other kernels are faster."""
-        gemm, matrix = self._stream_gemm, affine.matrix
-        if gemm is None or matrix is None or affine.bias is not None:
+        gemm, matrix = self._stream_gemm, affine.streamed
+        if gemm is None or matrix is None:
             return None
         ending = Ending(has_residual=True, is_weighted=next_norm is not None)
         tiles = gemm.tiles(x, matrix, ending)

@@ -18,6 +18,7 @@ from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertOps, Exper
 from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
+    from srt.kernels.gemm.packed_matrix import PackedMatrix
     from srt.kernels.gemm.stream_gemm import Weighted
     from srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -68,8 +69,14 @@ class Affine:
 
     @property
     def matrix(self) -> Tensor | None:
-        """The weight, if it is a plain matrix. Fused kernels read only this; other weights multiply by themselves."""
+        """The weight, if it is a plain matrix. Most fused kernels read only this; other weights multiply by themselves."""
         return self.weight.matrix
+
+    @property
+    def streamed(self) -> Tensor | PackedMatrix | None:
+        """The weight as streamed products read it; None if they cannot, or if there is a bias."""
+        matrix = self.weight.matrix
+        return None if self.bias is not None else self.weight.packed_matrix if matrix is None else matrix
 
 
 @dataclass(frozen=True, slots=True)

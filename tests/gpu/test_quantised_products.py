@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, PackedTiles, packed_gemm
+from srt.kernels.gemm.packed_matrix import E4M3, Numbers, PackedMatrix
+from srt.kernels.gemm.stream_gemm import MOST_PACKED_ROWS, PLAIN, Ending, Heads, StreamGemm
 from srt.layers.quantization import fp8_weight
 from srt.layers.quantization.fp8_weight import rounded_groups
 from srt.layers.quantization.gpu_products import PackedProduct
@@ -98,6 +103,107 @@ def test_many_rows_are_multiplied_as_the_plain_path_does(n: int, k: int, num_row
         else:
             inputs = rounded_groups(x.float())
         assert error_of(got, inputs @ matrix.T + bias.float()) < 2 * MOST
+
+
+def packed_matrix_of(n: int, k: int, form: Numbers) -> tuple[PackedMatrix, Tensor]:
+    """(random numbers, the float32 matrix that they stand for)."""
+    if form.bits == 8:
+        numbers, scales, matrix = fp8_weight_of(n, k, form.group or k)
+        return PackedMatrix(numbers, scales, None, form.group), matrix
+    bits = torch.randint(16, (n, k), device=CUDA, dtype=torch.uint8)
+    scales = ((torch.rand(k // form.group, n, device=CUDA) + 0.5) * (0.2 * k**-0.5)).bfloat16()
+    zeros = torch.randint(1, 17, scales.shape, device=CUDA, dtype=torch.int16) if form.has_zeros else None
+    middle = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
+    matrix = bits - middle.t().float().repeat_interleave(form.group, dim=1)
+    matrix *= scales.t().float().repeat_interleave(form.group, dim=1)
+    return PackedMatrix(pack_halves(bits), scales, zeros, form.group), matrix
+
+
+FORMS = [Numbers(8), Numbers(8, 128), Numbers(4, 128), Numbers(4, 128, True), Numbers(4, 32, True), Numbers(4, 1024)]
+STREAMED = [(1024, 3072), (4096, 12288)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33, MOST_PACKED_ROWS])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("hidden", "inner"), STREAMED)
+def test_streamed_numbers_give_what_they_stand_for(hidden: int, inner: int, form: Numbers, num_rows: int) -> None:
+    """Down with the residual, then gates and ups of the norm that the product before has begun."""
+    gemm = StreamGemm(CUDA)
+    if num_rows == 1 and form == E4M3:
+        num_rows = 2  # one is for gemv
+    x, residual, norm = (
+        torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+        for shape in ((num_rows, inner), (num_rows, hidden), (hidden,))
+    )
+    down, matrix = packed_matrix_of(hidden, inner, form)
+    expected = x.float() @ matrix.T
+    tiles = gemm.tiles(x, down, PLAIN)
+    assert tiles is not None
+    assert error_of(gemm.multiply(x, down, tiles), expected) < MOST
+    tiles = gemm.tiles(x, down, Ending(has_residual=True, is_weighted=True))
+    assert tiles is not None
+    product, weighted = gemm.multiply_weighted(x, down, tiles, residual, norm, 1e-6)
+    assert error_of(product, residual.float() + expected) < MOST
+    gate_up, matrix = packed_matrix_of(2 * inner, hidden, form)
+    normed = torch.nn.functional.rms_norm(product.float(), (hidden,), norm.float(), 1e-6)
+    gate, up = (normed @ matrix.T).chunk(2, dim=-1)
+    tiles = gemm.tiles(product, gate_up, Ending(is_gated=True, is_scaled=True))
+    assert tiles is not None
+    activated = gemm.multiply(weighted, gate_up, tiles)
+    assert error_of(activated, torch.nn.functional.silu(gate) * up) < 2 * MOST
+    assert all(torch.equal(gemm.multiply(weighted, gate_up, tiles), activated) for _ in range(5))
+
+
+@pytest.mark.parametrize("num_rows", [MOST_PACKED_ROWS + 1, 128, 176, 256])
+@pytest.mark.parametrize(("hidden", "inner"), STREAMED)
+def test_rows_rounded_to_e4m3_are_streamed(hidden: int, inner: int, num_rows: int) -> None:
+    """Down with the residual, then gates and ups, whose inputs are rounded before the factors of the norm are known."""
+    stream, gated = StreamGemm(CUDA), GatedGemm(CUDA)
+    x, residual, norm = (
+        torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+        for shape in ((num_rows, inner), (num_rows, hidden), (hidden,))
+    )
+    down, matrix = packed_matrix_of(hidden, inner, Numbers(8))
+    tiles = stream.tiles(x, replace(down, rounds_inputs=True), Ending(has_residual=True, is_weighted=True))
+    assert stream.tiles(x, down, Ending(has_residual=True, is_weighted=True)) is None
+    assert tiles is not None and tiles.form.is_rounded
+    product, weighted = stream.multiply_weighted(x, down, tiles, residual, norm, 1e-6)
+    numbers, scales = quantise_rows(x)
+    assert error_of(product, residual.float() + (numbers.float() * scales) @ matrix.T) < MOST
+    gate_up, matrix = packed_matrix_of(2 * inner, hidden, Numbers(8))
+    numbers, scales = quantise_rows(weighted.values)
+    factor = torch.rsqrt(product.float().square().mean(1, keepdim=True) + 1e-6)
+    gate, up = (factor * (numbers.float() * scales) @ matrix.T).chunk(2, dim=-1)
+    packed = replace(gate_up, rounds_inputs=True)
+    many = gated.tiles(product, packed)
+    assert many is not None and gated.tiles(product, gate_up) is None
+    activated = gated.multiply(weighted, packed, many)
+    assert error_of(activated, torch.nn.functional.silu(gate) * up) < 2 * MOST
+    assert all(torch.equal(gated.multiply(weighted, packed, many), activated) for _ in range(5))
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, MOST_PACKED_ROWS])
+@pytest.mark.parametrize("form", FORMS[:4], ids=str)
+def test_heads_of_streamed_numbers_are_those_of_their_matrix(form: Numbers, num_rows: int) -> None:
+    gemm, hidden, heads, kv_heads = StreamGemm(CUDA), 4096, 32, 8
+    weight, matrix = packed_matrix_of((heads + 2 * kv_heads) * 128, hidden, form)
+    x = torch.randn(max(2, num_rows), hidden, device=CUDA, dtype=torch.bfloat16)
+    angles = torch.rand(len(x), 1, 64, device=CUDA) * 6
+    norms = tuple(torch.randn(128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    found = []
+    for stream, w in ((x[:num_rows], weight), (x, matrix.bfloat16())):
+        pools = [torch.zeros(200, kv_heads, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2)]
+        rows = len(stream)
+        tiles = gemm.tiles(stream, w, Ending(head_dim=128, has_head_norm=True))
+        assert tiles is not None
+        where = Heads(
+            heads * 128, (norms[0], norms[1]), 1e-6, angles.cos()[:rows], angles.sin()[:rows],
+            torch.arange(rows, device=CUDA) + 7, pools[0], pools[1], 1.0, 1.0,
+        )  # fmt: skip
+        queries = gemm.multiply_heads(stream, w, tiles, where)
+        found.append((queries[:num_rows], *(pool[7 : 7 + num_rows] for pool in pools)))
+    for got, expected in zip(*found, strict=True):
+        assert error_of(got, expected) < 2 * MOST
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 100, 2048])

@@ -106,9 +106,21 @@ def most_clusters(variant: Variant, device: int, size: int) -> int:
         return int(checked(driver.cuOccupancyMaxActiveClusters(function(variant, device), config)))
 
 
+_ITEMS: Final = {2: "BFLOAT16", 4: "FLOAT32"}
+
+
 @lru_cache(maxsize=4096)
-def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+def tensor_map(
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    item_bytes: int = 2,
+    is_swizzled: bool = True,
+) -> Any:
     """Return a tensor map, with which the device loads boxes of bfloat16, innermost dimension first; elements outside read as zero.
+
+    Elements of four bytes are loaded as float32. Boxes are stored in the swizzle pattern of operands, or as they are.
 
     Strides are in bytes, from the second dimension on. The L2 cache fetches the lines of a block one by one: fetching two at a time
     costs attention 4 %, and does not speed up products (measured on an H200).
@@ -117,7 +129,7 @@ def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: 
     size, count = driver.cuuint64_t, driver.cuuint32_t
     return checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_ITEMS[item_bytes]}"),
             len(shape),
             address,
             [size(number) for number in shape],
@@ -125,7 +137,7 @@ def tensor_map(address: int, shape: Sequence[int], strides: Sequence[int], box: 
             [count(number) for number in box],
             [count(1)] * len(shape),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{'128B' if is_swizzled else 'NONE'}"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
@@ -136,6 +148,14 @@ def map_of(matrix: torch.Tensor, box_rows: int) -> Any:
     """Return the tensor map for blocks of `box_rows` rows of a contiguous matrix."""
     rows, columns = matrix.shape
     return tensor_map(matrix.data_ptr(), (columns, rows), (2 * columns,), (BLOCK_K, box_rows))
+
+
+def box_map(matrix: torch.Tensor, box_rows: int, box_columns: int) -> Any:
+    """Return the tensor map for boxes of a contiguous matrix of two or four bytes an element, which are stored as they are."""
+    rows, columns = matrix.shape
+    size = matrix.itemsize
+    shape, box = (columns, rows), (box_columns, box_rows)
+    return tensor_map(matrix.data_ptr(), shape, (size * columns,), box, size, is_swizzled=False)
 
 
 def launch(
@@ -196,16 +216,32 @@ def _read(path: Path) -> str:
 
 
 def _multiply(columns: int) -> str:
-    """Return the multiply instruction as a function; generated because its registers must be named one by one."""
+    """Return the multiply instructions as functions: of bfloat16 with rows in shared memory or registers of the lanes, and of e4m3.
+
+    They are generated because the instruction's registers must be named one by one.
+    """
+    in_registers = [f'"r"(rows[{i}])' for i in range(4)]
+    in_memory = ['"l"(rows)']
+    from_memory = _multiply_by(columns, "u64 rows", in_memory, ", 0, 0")
+    of_e4m3 = _multiply_by(columns, "u64 rows", in_memory, "", "e4m3")
+    of_registers = _multiply_by(columns, "const u32 (&rows)[4]", in_registers, ", 0")
+    return "\n".join((from_memory, of_registers, of_e4m3))
+
+
+def _multiply_by(columns: int, parameter: str, rows: Sequence[str], ending: str, dtype: str = "bf16") -> str:
     count = columns // 2
     names = ", ".join(f"%{i}" for i in range(count))
     sums = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    operand = ", ".join(f"%{count + i}" for i in range(len(rows)))
+    operand = f"{{{operand}}}" if len(rows) > 1 else operand
+    after, inner = count + len(rows), 16 if dtype == "bf16" else 32
+    name = "multiply" if dtype == "bf16" else f"multiply_{dtype}"
     code = (
-        f"{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{count + 2}, 0;\\n"
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-        f"{{{names}}}, %{count}, %{count + 1}, adds, 1, 1, 0, 0;\\n}}"
+        f"{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, %{after + 1}, 0;\\n"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{inner}.f32.{dtype}.{dtype} "
+        f"{{{names}}}, {operand}, %{after}, adds, 1, 1{ending};\\n}}"
     )
     return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 rows, u64 columns, int adds) {{\n"
-        f'  asm volatile("{code}" : {sums} : "l"(rows), "l"(columns), "r"(adds));\n}}'
+        f"__device__ __forceinline__ void {name}(float (&sums)[{count}], {parameter}, u64 columns, int adds) {{\n"
+        f'  asm volatile("{code}" : {sums} : {", ".join(rows)}, "l"(columns), "r"(adds));\n}}'
     )

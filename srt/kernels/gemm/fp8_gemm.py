@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from srt.kernels.build.jit import kernel
-from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
+from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 GROUP: Final = 128
 _LARGEST: Final = tl.constexpr(448.0)
@@ -42,6 +42,7 @@ def quantise_rows_kernel(
     columns = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+    let_next_start_late(PDL)
     if HAS_GROUPS:
         grouped = tl.reshape(x, (BLOCK // 128, 128))
         scale = tl.maximum(tl.max(tl.abs(grouped), 1) / _LARGEST, _LEAST_SCALE)
@@ -107,7 +108,7 @@ def block_gemm_kernel(
 
 
 def quantise_rows(
-    x: torch.Tensor, *, has_groups: bool = False, scale: torch.Tensor | None = None, pdl: bool = False
+    x: torch.Tensor, *, has_groups: bool = False, scale: torch.Tensor | None = None, pdl: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x as e4m3 numbers, and the scales [rows, 1], or [rows, groups of 128 columns]; a given `scale` is used for all."""
     num_rows, k = x.shape

@@ -41,6 +41,13 @@ __device__ __forceinline__ void meet_cluster() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// Loads constants; volatile, so that the compiler does not keep those of all columns in registers.
+__device__ __forceinline__ float2 load_pair(const float* from) {
+  float2 pair;
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "l"(from));
+  return pair;
+}
+
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 // Transposes 4 x 4 values among 4 threads: value j of thread i becomes value i of thread j.
@@ -57,8 +64,8 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
 // `width` is the number of columns of the result. If SCALED, x was multiplied by a norm's weight only, and `x_squares` holds the sums of
 // squares for `find_scales`. Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
-    gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares, u16* out,
-              int num_rows, int width, int num_blocks, int x_parts, float eps) {
+    gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares,
+              const float* x_scales, const float* w_scales, u16* out, int num_rows, int width, int num_blocks, int x_parts, float eps) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? MOST_SCALED : 1];
@@ -124,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       const int thread = threadIdx.x - MULTIPLYING - 32;
-      find_scales(scales, x_squares, num_rows, num_rows, x_parts, num_blocks * BLOCK_K, eps, thread, SCALING);
+      find_scales(scales, x_squares, num_rows, num_rows, x_parts, num_blocks * BLOCK_K * (ROUNDED ? 2 : 1), eps, thread, SCALING);
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
   } else {
@@ -144,8 +151,14 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
         for (int k = 0; k < BLOCK_K / 16; k++) {
 #pragma unroll
-          for (int h = 0; h < HEIGHT; h++)
-            multiply(sums[h], operand(x + h * 64 * LINE) + 2 * k, operand(w) + 2 * k, block + k != 0);
+          for (int h = 0; h < HEIGHT; h++) {
+            const u64 rows = operand(x + h * 64 * LINE) + 2 * k, columns = operand(w) + 2 * k;
+            if (ROUNDED) {
+              multiply_e4m3(sums[h], rows, columns, block + k != 0);
+            } else {
+              multiply(sums[h], rows, columns, block + k != 0);
+            }
+          }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -163,13 +176,24 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 
       if (SCALED && item == first_item) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
       const int column = column_of(item);
+      if (ROUNDED) asm volatile("griddepcontrol.wait;" ::: "memory");  // x_scales may be of the previous kernel
 #pragma unroll
       for (int h = 0; h < HEIGHT; h++) {
         const int row = row_of(item) + (warpgroup * HEIGHT + h) * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         // Columns 2 * quarter and 2 * quarter + 1 of a group, in this row and in row + 8
-        const float factors[2] = {SCALED && row < num_rows ? scales[row] : 1.0f, SCALED && row + 8 < num_rows ? scales[row + 8] : 1.0f};
+        float factors[2] = {SCALED && row < num_rows ? scales[row] : 1.0f, SCALED && row + 8 < num_rows ? scales[row + 8] : 1.0f};
+#pragma unroll
+        for (int lower = 0; lower < (ROUNDED ? 2 : 0); lower++) {
+          if (row + 8 * lower < num_rows) factors[lower] *= *(const volatile float*)(x_scales + row + 8 * lower);
+        }
         auto pair = [&](int group, int lower) {
           const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4, factor = factors[lower];
+          if (ROUNDED) {
+            const int first = min(column + 8 * group, width - 8) + 2 * quarter;
+            const float2 of_gates = load_pair(w_scales + first), of_ups = load_pair(w_scales + width + first);
+            return pair_of(gated(gates[0] * factor * of_gates.x, ups[0] * factor * of_ups.x),
+                           gated(gates[1] * factor * of_gates.y, ups[1] * factor * of_ups.y));
+          }
           return pair_of(gated(gates[0] * factor, ups[0] * factor), gated(gates[1] * factor, ups[1] * factor));
         };
 #pragma unroll

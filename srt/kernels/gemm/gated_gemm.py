@@ -1,6 +1,7 @@
 """silu(gates) * ups of x Wᵀ for more rows of x than `stream_gemm.py` handles, as fast as the tensor cores allow: a CUDA C++ kernel.
 
-cuBLAS multiplies as fast, but writes gates and ups to memory, where they must be read again. Hopper and bfloat16 only.
+cuBLAS multiplies as fast, but writes gates and ups to memory, where they must be read again. Hopper only: bfloat16, or up
+to 256 rows rounded to e4m3 for a weight of such numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from srt.kernels.build.hopper import (
     tensor_map,
     with_alignment,
 )
+from srt.kernels.build.pdl import LATE
+from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.packed_matrix import PackedMatrix
 from srt.kernels.gemm.stream_gemm import Weighted
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
@@ -44,6 +48,7 @@ class GatedTiles:
     width: int  # columns of the result
     cluster: int = 1
     stages: int = 1
+    is_rounded: bool = False  # both operands have e4m3 numbers, two in the place of one of bfloat16
     is_scaled: bool = False  # x was multiplied by a norm's weight, and the factors of its rows are still to be applied
 
     @property
@@ -80,6 +85,7 @@ class GatedTiles:
             "STAGES": self.stages,
             "BAND": 8,
             "SCALED": int(self.is_scaled),
+            "ROUNDED": int(self.is_rounded),
             "MOST_SCALED": _MOST_FITTED_ROWS,
         }
 
@@ -129,20 +135,32 @@ class GatedGemm:
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def tiles(self, x: torch.Tensor, weight: torch.Tensor) -> GatedTiles | None:
+    def tiles(self, x: torch.Tensor, weight: torch.Tensor | PackedMatrix) -> GatedTiles | None:
         """Return the tiles for this product; None if other kernels are faster."""
-        if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
+        if x.dtype is not torch.bfloat16:
+            return None
+        if isinstance(weight, PackedMatrix):
+            if not weight.rounds_inputs or len(x) > _MOST_FITTED_ROWS:
+                return None
+            tiles = _choose(len(x), weight.shape[0] // 2, weight.shape[1] // 2, self._num_processors)
+            return None if tiles is None else replace(tiles, is_rounded=True)
+        if weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)
 
-    def multiply(self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: GatedTiles) -> torch.Tensor:
-        """Return silu(x @ first half of weight.T) * (x @ second half), rounded once."""
+    def multiply(
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor | PackedMatrix, tiles: GatedTiles
+    ) -> torch.Tensor:
+        """Return silu(x @ first half of weight.T) * (x @ second half), rounded once; x is rounded to e4m3 if the weight says so."""
         squares, parts, eps = None, 0, 0.0
         if isinstance(x, Weighted):
             assert len(x.values) <= _MOST_FITTED_ROWS
             tiles, squares, parts, eps = replace(tiles, is_scaled=True), x.squares, len(x.squares), x.eps
             x = x.values
-        x = x.contiguous()
+        x, x_scales, w_scales = x.contiguous(), None, None
+        if isinstance(weight, PackedMatrix):
+            rounded, x_scales = quantise_rows(x, pdl=int(LATE))
+            x, w_scales, weight = rounded.view(torch.bfloat16), weight.scales, weight.numbers.view(torch.bfloat16)
         num_rows, k = x.shape
         n = weight.shape[0] // 2
         assert weight.shape[1] == k and weight.is_contiguous()
@@ -153,7 +171,7 @@ class GatedGemm:
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
         num_clusters = min(num_items, most_clusters(tiles, x.device.index, tiles.cluster))
         with torch.cuda.device(x.device):
-            arguments = squares, out, num_rows, n, k // BLOCK_K, parts, eps
+            arguments = squares, x_scales, w_scales, out, num_rows, n, k // BLOCK_K, parts, eps
             grid = num_clusters * tiles.cluster, 1, 1
             launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
         return out

@@ -1,13 +1,24 @@
 // x Wᵀ for up to 256 rows of x, fused with what layers do to the result. See stream_gemm.py, which defines the constants in capitals.
+// W has bfloat16, or e4m3 or 4-bit numbers, which become bfloat16 in registers, or e4m3 as x has (ROUNDED).
 //
 // A program computes WIDTH columns of the result, or gates and ups for as many, over a part of the inner dimension. One thread of its
-// last warpgroup loads blocks of 64 columns of both operands into a ring of STAGES; each other warpgroup multiplies 64 rows of W with all
+// last warpgroup loads blocks of STAGE_K columns of both operands into a ring of STAGES; each other warpgroup multiplies 64 rows of W with all
 // of x, or all 64 rows of x with SHARE rows of W. The programs of a tile form a cluster and add up their sums by reading each other's
 // shared memory.
 
 constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
+constexpr int STAGE_K = BLOCK_K * 16 / BITS;       // numbers in a line of W: 64, 128 or 256
+constexpr int X_BLOCKS = ROUNDED ? 1 : 16 / BITS;  // lines of x in a stage
 constexpr int W_BYTES = W_ROWS * LINE;
-constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
+constexpr int X_BYTES = X_BLOCKS * ROWS * LINE;
+// Numbers with a scale for each GROUP columns (0: one for all): those of a stage follow the blocks, [group][WIDTH], gates before ups.
+constexpr int GROUPS = GROUP == 0 ? 0 : GROUP < STAGE_K ? STAGE_K / GROUP : 1;
+constexpr int SCALE_ITEM = BITS == 8 ? 4 : 2;  // bytes: float, or bfloat16 beside 4-bit numbers
+constexpr int HALVES = GATED ? 2 : 1;
+constexpr int SCALE_BOX = (GROUPS * WIDTH * SCALE_ITEM + 127) / 128 * 128;
+constexpr int ZERO_BOX = HAS_ZEROS ? (GROUPS * WIDTH * 2 + 127) / 128 * 128 : 0;
+constexpr int LOADED_BYTES = W_BYTES + X_BYTES + HALVES * GROUPS * WIDTH * (SCALE_ITEM + (HAS_ZEROS ? 2 : 0));
+constexpr int STAGE_BYTES = W_BYTES + X_BYTES + (HALVES * (SCALE_BOX + ZERO_BOX) + 1023) / 1024 * 1024;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
 constexpr int SCALING = 96;                    // threads of the last warpgroup, except those of the loading warp
 constexpr bool X_FIRST = SHARE > 0;            // x provides the instruction's rows, W its columns
@@ -24,6 +35,8 @@ constexpr int LANES = HEAD_DIM / 4;              // lanes that hold one head
 // The operations after the product, and their inputs and outputs. Pointers that a variant does not use may be null.
 struct Ending {
   const u16* residual;        // [rows, width]
+  const float* w_scales;      // e4m3 without GROUP: [rows of W]
+  const float* x_scales;      // ROUNDED: [rows]
   const float* x_squares;     // SCALED: [x_parts, rows], the sums of squares of x before the norm's weight was applied
   const u16* next_weight;     // WEIGHTED: [width]
   u16* weighted;              // the result times that weight
@@ -50,6 +63,7 @@ struct Ending {
 struct Inputs {
   int row;  // -1: no row to compute
   uint2 residual;
+  float x_scale;
   float4 cosines, sines;
   long long location;
 };
@@ -122,11 +136,105 @@ __device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Input
   return turned;
 }
 
+#if BITS < 16 && !ROUNDED
+__device__ __forceinline__ u32 permuted(u32 bytes, u32 selector) {
+  u32 result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(bytes), "r"(selector));
+  return result;
+}
+
+__device__ __forceinline__ u32 product_of_pairs(u32 a, u32 b) {
+  u32 result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ u32 difference_of_pairs(u32 a, u32 b) {
+  u32 result;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+__device__ __forceinline__ u32 load_two_bytes(u32 address) {
+  u16 bytes;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address) : "memory");
+  return bytes;
+}
+
+// Two e4m3 numbers as bfloat16, times a pair of factors that are to include EXPONENTS: bits of a number are moved to their places.
+constexpr u32 EXPONENTS = 0x7B807B80;  // 2 ** 120 twice
+__device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 factors) {
+  const u32 moved = permuted(bytes, 0x1404);
+  return product_of_pairs((moved >> 4 & 0x07F007F0) | (moved & 0x80008000), factors);
+}
+
+// What 4-bit numbers are multiplied by, and what is subtracted before: as a pair of equal ones.
+struct Group {
+  u32 scales, zeros;
+};
+
+// Two 4-bit numbers, each in the low half of 16 bits. In the last bits of 128 they are 128 and more, as `zeros` are.
+__device__ __forceinline__ u32 from_halves(u32 spread, Group group) {
+  return product_of_pairs(difference_of_pairs((spread & 0x000F000F) | 0x43004300, group.zeros), group.scales);
+}
+
+// The scales of row `w_row` of W in group `index` of a stage, whose scales are at this address.
+__device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
+  const int half = GATED && w_row >= WIDTH, place = index * WIDTH + w_row - half * WIDTH;
+  Group group = {EXPONENTS, 0x43084308};
+  if (GROUP > 0 && BITS == 8) {
+    float scale;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address + half * SCALE_BOX + 4 * place) : "memory");
+    scale *= 0x1p120f;
+    group.scales = pair_of(scale, scale);
+  }
+  if (GROUP > 0 && BITS == 4) {
+    group.scales = permuted(load_two_bytes(address + half * SCALE_BOX + 2 * place), 0x1010);
+    const u32 zeros = address + HALVES * SCALE_BOX + half * ZERO_BOX + 2 * place;
+    if (HAS_ZEROS) group.zeros = permuted(load_two_bytes(zeros), 0x1010) + 0x43004300;
+  }
+  return group;
+}
+
+// Converts 64 columns of 16 rows of W for each warp: the instruction's operand for each 16 of them. Of every 16 columns, a lane has two
+// and the two that are 8 further, of row lane / 4 and of the row 8 below. `line` is the address of the lane's first pair of bytes in its
+// row without the swizzle pattern, which exchanges the 16 bytes of `chunk` by the row's number.
+__device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swizzle, int unit, u32 scales, const int (&w_rows)[2],
+                                        Group (&groups)[2]) {
+  constexpr int CHUNKS = BITS / 2;  // of 16 bytes
+  constexpr int CHUNKS_OF_GROUP = 8 / (GROUPS ? GROUPS : 1);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; i++) {
+    const int chunk = unit * CHUNKS + i;
+    if (GROUP > 0 && chunk % CHUNKS_OF_GROUP == 0) {
+      groups[0] = group_of(scales, chunk / CHUNKS_OF_GROUP, w_rows[0]);
+      groups[1] = group_of(scales, chunk / CHUNKS_OF_GROUP, w_rows[1]);
+    }
+    const u32 address = line + (chunk * 16 ^ swizzle);
+#pragma unroll
+    for (int part = 0; part < 4; part++) {
+      const int below = part % 2;
+      const u32 bytes = load_two_bytes(address + below * 8 * LINE + part / 2 * 8);
+      if (BITS == 8) {
+        numbers[i][part] = from_e4m3(bytes, groups[below].scales);
+      } else {
+        const u32 spread = permuted(bytes, 0x4140);
+        numbers[2 * i % 4][part] = from_halves(spread, groups[below]);
+        numbers[(2 * i + 1) % 4][part] = from_halves(spread >> 4, groups[below]);
+      }
+    }
+  }
+}
+#endif
+
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Program (split, tile, ROWS of x). `width` is the number of columns of the result; W has as many rows, or twice as many if GATED.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     stream_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
+#if GROUP
+                const __grid_constant__ TensorMap scale_map, const __grid_constant__ TensorMap zero_map,
+#endif
                 const __grid_constant__ Ending ending, u16* out, int num_rows, int width, int num_blocks) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
@@ -139,11 +247,19 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 
   const u64 once = reading_once();
   auto load_weights = [&](int block) {
-    const int stage = block % STAGES, column = (begin + block) * BLOCK_K;
+    const int stage = block % STAGES, column = (begin + block) * BLOCK_K;  // of the map: a line has 64 items of 16 bits
     const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
-    expect_bytes(barrier, STAGE_BYTES);
+    expect_bytes(barrier, LOADED_BYTES);
     load_block(to, &w_map, column, tile * WIDTH, barrier, once);
     if (GATED) load_block(to + W_BYTES / 2, &w_map, column, width + tile * WIDTH, barrier, once);
+#if GROUP
+    const u32 scales = to + W_BYTES + X_BYTES, zeros = scales + HALVES * SCALE_BOX;
+    const int group = (begin + block) * STAGE_K / GROUP;
+    for (int half = 0; half < HALVES; half++) {
+      load_block(scales + half * SCALE_BOX, &scale_map, half * width + tile * WIDTH, group, barrier);
+      if (HAS_ZEROS) load_block(zeros + half * ZERO_BOX, &zero_map, half * width + tile * WIDTH, group, barrier);
+    }
+#endif
   };
 
   const bool is_loading = threadIdx.x == MULTIPLYING;
@@ -168,14 +284,17 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           wait_for(empty + 8 * stage, (block / STAGES - 1) & 1);
           load_weights(block);
         }
-        load_block(stages + stage * STAGE_BYTES + W_BYTES, &x_map, (begin + block) * BLOCK_K, first_row, full + 8 * stage);
+        for (int i = 0; i < X_BLOCKS; i++) {
+          const u32 to = stages + stage * STAGE_BYTES + W_BYTES + i * ROWS * LINE;
+          load_block(to, &x_map, ((begin + block) * X_BLOCKS + i) * BLOCK_K, first_row, full + 8 * stage);
+        }
       }
     }
     if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
       wait_for_earlier_kernels();
       const int thread = threadIdx.x - MULTIPLYING - 32;
       find_scales(scales, ending.x_squares + first_row, min(ROWS, num_rows - first_row), num_rows, ending.x_parts,
-                  num_blocks * BLOCK_K, ending.eps, thread, SCALING);
+                  num_blocks * STAGE_K, ending.eps, thread, SCALING);
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
     return;
@@ -186,12 +305,47 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   const bool is_query = HEADS && column < ending.query_width;
   const bool is_value = HEADS && column >= ending.query_width + ending.kv_width;
   uint2 weight = make_uint2(0, 0);
+  float4 scales_of_columns[HALVES] = {};
+  if (ROUNDED && column < width) {
+    for (int half = 0; half < HALVES; half++) scales_of_columns[half] = *(const float4*)(ending.w_scales + half * width + column);
+  }
   if (WEIGHTED && column < width) weight = load_here(ending.next_weight + column);
   if (HEADS && HEAD_NORM && !is_value) weight = load_here((is_query ? ending.q_weight : ending.k_weight) + column % HEAD_DIM);
 
   // The last warpgroup may overlap the one before it; both compute the same values.
   const int first_w = X_FIRST ? min(warpgroup * SHARE, W_ROWS - SHARE) : warpgroup * 64;
   float sums[COLUMNS / 2];
+  const int lane = threadIdx.x % 32, first_row_of_64 = threadIdx.x / 32 % 4 * 16 + lane / 4, first_of_8 = lane % 4 * 2;
+#if BITS < 16 && !ROUNDED
+  // The rows of W of this thread, and their scales; rows after W_ROWS are garbage and take those of the last one.
+  const int w_rows[2] = {min(first_w + first_row_of_64, W_ROWS - 1), min(first_w + first_row_of_64 + 8, W_ROWS - 1)};
+  float w_scales[2] = {1, 1};
+#pragma unroll
+  for (int i = 0; i < (GROUP ? 0 : 2); i++) {
+    const bool is_up = GATED && w_rows[i] >= WIDTH;
+    const int of_half = tile * WIDTH + w_rows[i] - (is_up ? WIDTH : 0);
+    if (of_half < width) w_scales[i] = ending.w_scales[(is_up ? width : 0) + of_half];
+  }
+  Group groups[2] = {{EXPONENTS, 0}, {EXPONENTS, 0}};
+  for (int block = 0; block < count; block++) {
+    const int stage = block % STAGES;
+    const u32 w = stages + stage * STAGE_BYTES, x = w + W_BYTES;
+    wait_for(full + 8 * stage, (block / STAGES) & 1);
+#pragma unroll
+    for (int unit = 0; unit < X_BLOCKS; unit++) {
+      u32 numbers[4][4];
+      convert(numbers, w + (first_w + first_row_of_64) * LINE + first_of_8, lane / 4 * 16, unit, x + X_BYTES, w_rows, groups);
+      const u64 columns = operand(x + unit * ROWS * LINE);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int k = 0; k < 4; k++) multiply(sums, numbers[k], columns + 2 * k, block + unit + k != 0);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LAG) : "memory");
+      if (unit == LAG - 1 && block > 0 && lane == 0) arrive(empty + 8 * ((block - 1) % STAGES));
+    }
+    if (LAG == 0 && lane == 0) arrive(empty + 8 * stage);
+  }
+#else
   for (int block = 0; block < count; block++) {
     const int stage = block % STAGES;
     const u32 w = stages + stage * STAGE_BYTES + first_w * LINE, x = stages + stage * STAGE_BYTES + W_BYTES;
@@ -199,16 +353,29 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     wait_for(full + 8 * stage, (block / STAGES) & 1);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < BLOCK_K / 16; k++) multiply(sums, rows + 2 * k, columns + 2 * k, block + k != 0);
+    for (int k = 0; k < BLOCK_K / 16; k++) {
+      if (ROUNDED) {
+        multiply_e4m3(sums, rows + 2 * k, columns + 2 * k, block + k != 0);
+      } else {
+        multiply(sums, rows + 2 * k, columns + 2 * k, block + k != 0);
+      }
+    }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (block > 0 && threadIdx.x % 32 == 0) arrive(empty + 8 * ((block - 1) % STAGES));
   }
+#endif
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#if BITS < 16 && !ROUNDED
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) {
+    asm volatile("" : "+f"(sums[i])::"memory");  // keeps the product behind the wait
+    if (GROUP == 0) sums[i] *= w_scales[i / 2 % 2];
+  }
+#endif
   asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");  // the ring is free
 
   // Store the sums as [row of x][row of W], where the other programs of the cluster read them.
-  const int lane = threadIdx.x % 32, first_row_of_64 = threadIdx.x / 32 % 4 * 16 + lane / 4, first_of_8 = lane % 4 * 2;
   if (X_FIRST) {
     const u32 target = stages + 4 * (first_row_of_64 * PITCH + first_w + first_of_8);
 #pragma unroll
@@ -235,6 +402,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     const bool is_mine = row_at_once < ROWS_AT_ONCE && row_of(turn) < ROWS;
     inputs.row = is_mine && row < num_rows && column < width ? row : -1;
     if (inputs.row < 0) return inputs;
+    if (ROUNDED) inputs.x_scale = *(const volatile float*)(ending.x_scales + row);
     if (HAS_RESIDUAL) inputs.residual = load_here(ending.residual + (u64)row * width + column);
     if (HEADS && !is_value) {
       const int angle = row * (HEAD_DIM / 2) + column % (HEAD_DIM / 2);
@@ -279,11 +447,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
       for (int part = 1; part < SPLITS; part++) add(total, parts[i][part]);
       if (SCALED) total = times(total, row < 0 ? 0.0f : scales[row - first_row]);
+      if (ROUNDED) total = times(times(total, now[i].x_scale), scales_of_columns[0]);
       if (GATED) {
         float4 up = ups[i][0];
 #pragma unroll
         for (int part = 1; part < SPLITS; part++) add(up, ups[i][part]);
         if (SCALED) up = times(up, row < 0 ? 0.0f : scales[row - first_row]);
+        if (ROUNDED) up = times(times(up, now[i].x_scale), scales_of_columns[HALVES - 1]);
         total = times(make_float4(silu(total.x), silu(total.y), silu(total.z), silu(total.w)), up);
       }
       if (HAS_RESIDUAL) add(total, floats_of(now[i].residual));

@@ -1,10 +1,10 @@
-"""x Wᵀ for 2 to 256 rows of x, fused with the operations before and after it: a CUDA C++ kernel.
+"""x Wᵀ for up to 256 rows of x, fused with the operations before and after it: a CUDA C++ kernel.
 
 With few rows, reading W takes most of the time. This kernel requests W before its inputs are ready, and its programs read each other's
 shared memory; Triton supports neither. Kernels of this size take little longer than a launch, so fusing saves launches: the product
 applies what follows it, and the norm before it. Of that norm, the previous product did everything but one factor per row.
 `_most_rows` says up to how many rows this kernel serves each kind of product. Hopper and bfloat16 only: `tiles` returns None otherwise.
-Keys and values may be stored in fp8.
+Keys and values may be stored in fp8. `packed_matrix.py` says how W is stored if not in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
 
 from srt.kernels.build.hopper import (
     BLOCK_K,
     WIDEST_LOAD,
+    box_map,
     launch,
     map_of,
     most_clusters,
@@ -30,6 +31,9 @@ from srt.kernels.build.hopper import (
     source_of,
     with_alignment,
 )
+from srt.kernels.build.pdl import LATE
+from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.packed_matrix import BF16, E4M3, ROUNDED, Numbers, PackedMatrix
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
@@ -43,6 +47,10 @@ MOST_PLAIN_ROWS: Final = 64
 """Limit for products with nothing to fuse; with more rows cuBLAS does these."""
 MOST_GATED_ROWS: Final = 96
 """Limit for gated products. From there on (for small weights from 65 rows on) `gated_gemm.py` has a kernel for multiples of 64 rows."""
+MOST_PACKED_ROWS: Final = 64
+"""Limit for weights of e4m3 or 4-bit numbers that become bfloat16. `gemv` does one row of e4m3 with a scale for each output."""
+FEWEST_ROUNDED_ROWS: Final = 65
+"""Fewest rows for weights of e4m3 numbers whose inputs are rounded likewise; cuBLASLt does fewer."""
 _ROWS: Final[tuple[int, ...]] = (16, 32, *range(64, 257, 16))
 """Row counts of tiles. Large ones are close together, because multiplying padding takes power, which limits such steps."""
 _WIDTHS: Final = (64, 128, 192)
@@ -56,10 +64,14 @@ _SHORT_SHARE: Final = 0.45  # the same for small products: the idle multiprocess
 _FEW_WEIGHTS: Final = 1 << 22
 _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
+_MOST_PACKED_W_ROWS: Final = 384
+_LOADED_NS: Final = 38  # bytes of W that a program loads per ns
+_CONVERTED_NS: Final = 16  # bytes of W that a warpgroup converts and multiplies per ns
 _LONG: Final = 1 << 16  # outputs of an LM head, for which cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # sizes of attention heads that fit in a warp
 _REGISTERS: Final = 1 << 16  # per multiprocessor
 _OTHER_REGISTERS: Final = 26  # per thread, for the multiply instruction, besides its sums
+_CONVERTED_REGISTERS: Final = 44  # per thread, for packed numbers: two blocks of operands, addresses and scales
 _CYCLES_NS: Final = 1.46  # effective cycles per ns, measured on an H200; includes all other delays
 _WEIGHTS_NS: Final = 3600  # bytes of weights read per ns
 _EXCHANGED_NS: Final = 20  # bytes of sums exchanged in a cluster per ns
@@ -94,6 +106,8 @@ class StreamTiles:
     splits: int  # parts of the inner dimension
     stages: int
     ending: Ending = PLAIN
+    form: Numbers = BF16
+    lag: int = 1  # products in flight while packed numbers are converted
 
     @property
     def w_rows(self) -> int:
@@ -115,13 +129,14 @@ class StreamTiles:
 
         With x as the rows, the number of W's rows need not be a multiple of 64, but that of x must be.
         """
-        if self.rows != 64 or self.w_rows % 64 == 0:
+        if self.form.is_converted or self.rows != 64 or self.w_rows % 64 == 0:
             return 0
         return -(-self.w_rows // self.warpgroups // 8) * 8
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * BLOCK_K * (self.w_rows + self.rows)
+        line = 2 * BLOCK_K
+        return line * (self.w_rows + self.form.x_blocks * self.rows) + self.form.scale_bytes(self.w_rows, self.width)
 
     @property
     def _overrun(self) -> int:
@@ -190,6 +205,38 @@ class StreamTiles:
         return None if tiles is None else tiles.with_stages(k)
 
     @classmethod
+    def choose_packed(
+        cls,
+        num_rows: int,
+        n: int,
+        k: int,
+        ending: Ending,
+        form: Numbers,
+        num_processors: int,
+        clusters_at_once: Callable[[int], int],
+    ) -> StreamTiles | None:
+        """Return the tiles with the shortest estimated time for n columns of the result and packed numbers; None if none fit."""
+        unit = 64 if ending.is_weighted else 8
+        if not 0 < num_rows <= _ROWS[-1] or not form.suits(k) or n % unit or n >= _LONG:
+            return None
+
+        def fits(tiles: StreamTiles) -> bool:
+            num_clusters = tiles.count(num_rows, n)
+            runs_at_once = tiles.splits == 1 or num_clusters <= clusters_at_once(tiles.splits)
+            return tiles.fits(num_rows, n, k) and runs_at_once
+
+        def cost(tiles: StreamTiles) -> float:
+            blocks = -(-k // form.stage_k // tiles.splits)
+            loaded = 2 * BLOCK_K * tiles.w_rows * blocks / min(_LOADED_NS, _CONVERTED_NS * tiles.warpgroups)
+            turns = -(-tiles.count(num_rows, n) * tiles.splits // num_processors)
+            return turns * loaded + 4 * tiles.w_rows * tiles.rows * (tiles.splits - 1) / tiles.splits / _EXCHANGED_NS
+
+        shapes = product(range(64, _MOST_PACKED_W_ROWS + 1, 16), (1, 2, 3, 4, 5, 6, 8))
+        every = (cls(_padded(num_rows), ending.columns(w_rows), splits, 2, ending, form) for w_rows, splits in shapes)
+        tiles = min(filter(fits, every), key=cost, default=None)
+        return None if tiles is None else tiles.with_stages(k)
+
+    @classmethod
     def _for_few_rows(
         cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
@@ -252,12 +299,14 @@ class StreamTiles:
             head_dim in _HEAD_DIMS and n % self.width == 0 and self.width % head_dim == 0
         )
         registers = min(_REGISTERS // self.num_threads, 255) // 8 * 8
-        has_registers = self.rows // 2 + _OTHER_REGISTERS <= registers
-        return self.width <= WIDEST_LOAD and k // BLOCK_K >= self.splits and has_whole_heads and has_registers
+        others = _OTHER_REGISTERS + (_CONVERTED_REGISTERS if self.form.is_converted else 0)
+        has_registers = self.rows // 2 + others <= registers
+        has_blocks = k // self.form.stage_k >= self.splits
+        return self.width <= WIDEST_LOAD and has_blocks and has_whole_heads and has_registers
 
     def with_stages(self, k: int) -> StreamTiles:
         """Return the tiles with as many stages as fit in shared memory and are useful."""
-        blocks = -(-k // BLOCK_K // self.splits)
+        blocks = -(-k // self.form.stage_k // self.splits)
         room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # 4 * rows: the factors of rows
         stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
@@ -284,6 +333,11 @@ class StreamTiles:
             "HEAD_DIM": ending.head_dim or 64,
             "HEAD_NORM": int(ending.has_head_norm),
             "FP8": int(ending.is_fp8),
+            "BITS": self.form.bits,
+            "GROUP": self.form.group,
+            "HAS_ZEROS": int(self.form.has_zeros),
+            "LAG": self.lag,
+            "ROUNDED": int(self.form.is_rounded),
         }
 
 
@@ -324,7 +378,10 @@ class _Ending(ctypes.Structure):
     """Mirror of `Ending` in stream_gemm.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("residual", "x_squares", "next_weight", "weighted", "squares")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("residual", "w_scales", "x_scales", "x_squares", "next_weight", "weighted", "squares")
+        ),
         *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cosines", "sines", "locations")),
         *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
         *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
@@ -339,17 +396,33 @@ class StreamGemm:
     def __init__(self, device: torch.device) -> None:
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def tiles(self, x: torch.Tensor, weight: torch.Tensor, ending: Ending) -> StreamTiles | None:
+    def tiles(self, x: torch.Tensor, weight: torch.Tensor | PackedMatrix, ending: Ending) -> StreamTiles | None:
         """Return the tiles for x @ weight.T; None if other kernels are faster."""
-        if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
+        if x.dtype is not torch.bfloat16:
+            return None
+        n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
+        device = self._num_processors, x.device.index
+        if isinstance(weight, PackedMatrix) and weight.rounds_inputs:
+            if not FEWEST_ROUNDED_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
+                return None
+            # Two e4m3 numbers take the place of one of bfloat16, in memory and in the tensor cores.
+            tiles = _choose(len(x), n, k // 2, ending, *device)
+            return None if tiles is None else replace(tiles, form=ROUNDED)
+        if isinstance(weight, PackedMatrix):
+            is_for_others = len(x) > MOST_PACKED_ROWS or (len(x) == 1 and weight.form == E4M3)
+            return None if is_for_others else _choose_packed(len(x), n, k, ending, weight.form, *device)
+        if weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         if not FEWEST_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
             return None
-        n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
-        return _choose(len(x), n, k, ending, self._num_processors, x.device.index)
+        return _choose(len(x), n, k, ending, *device)
 
     def multiply(
-        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor | Weighted,
+        weight: torch.Tensor | PackedMatrix,
+        tiles: StreamTiles,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return x @ weight.T + residual, rounded once; with gated tiles silu(first half of the columns) * second half."""
         assert not tiles.ending.is_weighted and not tiles.ending.head_dim
@@ -360,7 +433,7 @@ class StreamGemm:
     def multiply_weighted(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | PackedMatrix,
         tiles: StreamTiles,
         residual: torch.Tensor,
         norm_weight: torch.Tensor,
@@ -380,7 +453,7 @@ class StreamGemm:
         return self._launch(x, weight, tiles, n, ending), weighted
 
     def multiply_heads(
-        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, heads: Heads
+        self, x: torch.Tensor | Weighted, weight: torch.Tensor | PackedMatrix, tiles: StreamTiles, heads: Heads
     ) -> torch.Tensor:
         """Return the queries, rotated (and normed first if heads are); store the keys, treated likewise, and the values."""
         assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
@@ -407,7 +480,12 @@ class StreamGemm:
         return self._launch(x, weight, tiles, heads.query_width, ending)
 
     def _launch(
-        self, x: torch.Tensor | Weighted, weight: torch.Tensor, tiles: StreamTiles, out_width: int, ending: _Ending
+        self,
+        x: torch.Tensor | Weighted,
+        weight: torch.Tensor | PackedMatrix,
+        tiles: StreamTiles,
+        out_width: int,
+        ending: _Ending,
     ) -> torch.Tensor:
         assert tiles.ending.is_scaled == isinstance(x, Weighted)
         if isinstance(x, Weighted):
@@ -417,12 +495,22 @@ class StreamGemm:
         num_rows, k = x.shape
         halves = 2 if tiles.ending.is_gated else 1
         n = weight.shape[0] // halves
-        assert weight.shape[1] == k and weight.is_contiguous()
+        assert weight.shape[1] == k
         out = torch.empty((num_rows, out_width // halves), dtype=x.dtype, device=x.device)
-        maps = map_of(weight, tiles.width), map_of(x, tiles.rows)
+        rounded = x_scales = None  # what is rounded here lives until the launch
+        if isinstance(weight, PackedMatrix):
+            numbers, scale_maps = weight.numbers.view(torch.bfloat16), _scale_maps(weight, tiles)
+            ending.w_scales = 0 if tiles.form.group else pointer(weight.scales)
+            if tiles.form.is_rounded:
+                rounded, x_scales = quantise_rows(x, pdl=int(LATE))
+                x, ending.x_scales = rounded.view(torch.bfloat16), pointer(x_scales)
+        else:
+            numbers, scale_maps = weight, ()
+        assert numbers.is_contiguous()
+        maps = map_of(numbers, tiles.width), map_of(x, tiles.rows), *scale_maps
         grid = tiles.splits, -(-n // tiles.width), -(-num_rows // tiles.rows)
         with torch.cuda.device(x.device):
-            launch(tiles, grid, maps, (ending, out, num_rows, n, k // BLOCK_K), is_dependent=True)
+            launch(tiles, grid, maps, (ending, out, num_rows, n, k // tiles.form.stage_k), is_dependent=True)
         return out
 
 
@@ -430,6 +518,16 @@ def _checked(tensor: torch.Tensor | None, is_wanted: bool) -> int:
     """Check that the tensor is present exactly if wanted, and return its address."""
     assert (tensor is not None) == is_wanted and (tensor is None or tensor.is_contiguous())
     return pointer(tensor)
+
+
+def _scale_maps(weight: PackedMatrix, tiles: StreamTiles) -> tuple[Any, ...]:
+    """Return the tensor maps for scales and zero points, if groups of inputs have any."""
+    form = tiles.form
+    if not form.group:
+        return ()
+    groups = form.groups_of_stage
+    scales = box_map(weight.scales, groups, tiles.width)
+    return scales, scales if weight.zeros is None else box_map(weight.zeros, groups, tiles.width)
 
 
 def _most_rows(n: int, k: int, ending: Ending) -> int:
@@ -450,9 +548,17 @@ def _padded(num_rows: int) -> int:
 
 @cache
 def _choose(num_rows: int, n: int, k: int, ending: Ending, num_processors: int, device: int) -> StreamTiles | None:
+    return StreamTiles.choose(num_rows, n, k, ending, num_processors, partial(_clusters_at_once, device))
+
+
+@cache
+def _choose_packed(
+    num_rows: int, n: int, k: int, ending: Ending, form: Numbers, num_processors: int, device: int
+) -> StreamTiles | None:
+    clusters_at_once = partial(_clusters_at_once, device)
+    return StreamTiles.choose_packed(num_rows, n, k, ending, form, num_processors, clusters_at_once)
+
+
+def _clusters_at_once(device: int, size: int) -> int:
     widest = SMALLEST.with_stages(1 << 20)  # as with every variant, a multiprocessor has no room for two programs
-
-    def clusters_at_once(size: int) -> int:
-        return most_clusters(widest, device, size)
-
-    return StreamTiles.choose(num_rows, n, k, ending, num_processors, clusters_at_once)
+    return most_clusters(widest, device, size)

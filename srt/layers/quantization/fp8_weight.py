@@ -20,6 +20,7 @@ from srt.utils.model_error import ModelError
 from srt.utils.quantization import FP8_BLOCK, WeightFormat
 
 if TYPE_CHECKING:
+    from srt.kernels.gemm.packed_matrix import PackedMatrix
     from srt.layers.quantization.gpu_products import PackedProduct
 
 E4M3: Final = torch.float8_e4m3fn
@@ -134,6 +135,10 @@ class Fp8Weight(LinearWeight):
         return self._product.packed, self._product.scales
 
     @property
+    def packed_matrix(self) -> PackedMatrix | None:
+        return None if self._product is None else self._product.matrix
+
+    @property
     def number_form(self) -> NumberForm:
         return NumberForm("e4m3", "values", "scales", self._group_size)
 
@@ -143,7 +148,7 @@ class Fp8Weight(LinearWeight):
 
     def _gpu_product(self) -> PackedProduct:
         # Imported here because Triton is installed only with PyTorch for CUDA.
-        from srt.layers.quantization.gpu_products import PackedProduct
+        from srt.layers.quantization.gpu_products import LARGE_SCALE, PackedProduct
 
         return PackedProduct(
             packed=self.values.detach(),
@@ -152,6 +157,7 @@ class Fp8Weight(LinearWeight):
             group_size=self._group_size,
             quantises_inputs=self._form.activations != "none",
             input_scale=None if self.input_scales is None else self.input_scales.detach(),
+            has_large_scales=bool(self.scales.max() >= LARGE_SCALE),
         )
 
     def _by_output(self, blocks: Tensor) -> Tensor:

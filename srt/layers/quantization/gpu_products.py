@@ -11,9 +11,11 @@ from torch import Tensor
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm.fp8_gemm import block_gemm, fp8_gemm
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, packed_gemm
+from srt.kernels.gemm.packed_matrix import PackedMatrix
 
 _MOST_TILED_ROWS: Final = 512
 """Limit for weights whose inputs stay as they are. With more rows it is cheaper to dequantise the weight once; not measured yet."""
+LARGE_SCALE: Final = 128.0
 _FIRST_WITH_FP8: Final = (8, 9)
 _FP8_WIDTH: Final = 16
 """What cuBLASLt wants the widths of fp8 matrices to be multiples of."""
@@ -37,6 +39,8 @@ class PackedProduct:
     group_size: int
     quantises_inputs: bool = False
     input_scale: Tensor | None = None
+    has_large_scales: bool = False
+    """Whether a scale is at least `LARGE_SCALE`, with which a streamed product of blocks would overflow."""
 
     @property
     def has_fp8_instructions(self) -> bool:
@@ -56,6 +60,14 @@ class PackedProduct:
         if len(self.scales) > 1:
             return block_gemm(x, self.packed, self.scales, bias)
         return fp8_gemm(x, self.packed, self.scales, bias, self.input_scale) if self._suits_cublas else None
+
+    @property
+    def matrix(self) -> PackedMatrix | None:
+        """The weight as streamed products read it; None if they cannot."""
+        group = self.group_size if len(self.scales) > 1 or self.packed.dtype is torch.uint8 else 0
+        rounds = self.quantises_inputs and self.input_scale is None and not group and self.has_fp8_instructions
+        matrix = PackedMatrix(self.packed, self.scales, self.zeros, group, rounds)
+        return matrix if matrix.is_readable and not (group and self.has_large_scales) else None
 
     @property
     def _suits_cublas(self) -> bool:

@@ -22,6 +22,7 @@ from srt.utils.model_error import ModelError
 from srt.utils.quantization import LEAST_GROUP, WeightFormat
 
 if TYPE_CHECKING:
+    from srt.kernels.gemm.packed_matrix import PackedMatrix
     from srt.layers.quantization.gpu_products import PackedProduct
 
 WORD_BITS: Final = 32
@@ -187,6 +188,12 @@ class IntWeight(LinearWeight):
             self._product = self._gpu_product()
         if self._runs_on_cpu_as_packed:
             self._product = self._cpu_product()
+
+    @property
+    def packed_matrix(self) -> PackedMatrix | None:
+        if self.order is not None or self._product is None or isinstance(self._product, Int4Product):
+            return None
+        return self._product.matrix
 
     @property
     def number_form(self) -> NumberForm | None:

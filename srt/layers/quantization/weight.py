@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.weights import WeightPiece
+
+if TYPE_CHECKING:
+    from srt.kernels.gemm.packed_matrix import PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,11 @@ class LinearWeight(nn.Module):
     @property
     def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:
         """(e4m3 numbers, a factor f32 of each row), which kernels for one row may read; None if the weight is not stored so."""
+        return None
+
+    @property
+    def packed_matrix(self) -> PackedMatrix | None:
+        """The numbers and their scales, which the streamed products on Hopper read; None if they cannot."""
         return None
 
     @property

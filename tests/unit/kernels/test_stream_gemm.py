@@ -12,9 +12,11 @@ import pytest
 from srt.kernels.build import cuda_source
 from srt.kernels.build.cuda_source import compile_source, machine_code
 from srt.kernels.build.hopper import ARCHITECTURE
+from srt.kernels.gemm.packed_matrix import ROUNDED, Numbers
 from srt.kernels.gemm.stream_gemm import (
     FEWEST_ROWS,
     MOST_GATED_ROWS,
+    MOST_PACKED_ROWS,
     MOST_PLAIN_ROWS,
     MOST_ROWS,
     MOST_ROWS_OF_FEW_WEIGHTS,
@@ -27,7 +29,7 @@ from srt.model_executor.graphs.cuda_graph_runner import graph_sizes
 from srt.model_executor.startup.warm_up import BATCHES
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
-CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
+CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 24, 6: 17, 8: 15}
 SHARED_BYTES = 227 * 1024
 HEADS = Ending(is_scaled=True, head_dim=128, has_head_norm=True)
 ONTO = Ending(has_residual=True, is_weighted=True)
@@ -77,6 +79,31 @@ def test_all_programs_of_a_product_run_at_once_and_many_processors_have_one(
     padded = -(-num_rows // tiles.rows) * tiles.rows
     assert not is_large or padded < num_rows + 16, "power is short there, and few rows are multiplied for nothing"
     assert not ending.head_dim or (tiles.width % 128 == 0 and n % tiles.width == 0)
+
+
+FORMS = [Numbers(8), Numbers(8, 128), Numbers(4, 128), Numbers(4, 32, has_zeros=True)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 33, MOST_PACKED_ROWS])
+def test_packed_numbers_have_stages_and_registers_in_every_projection(num_rows: int, form: Numbers) -> None:
+    for n, k, ending in PROJECTIONS:
+        tiles = StreamTiles.choose_packed(num_rows, n, k, ending, form, PROCESSORS, CLUSTERS.__getitem__)
+        assert tiles is not None and tiles.fits(num_rows, n, k)
+        assert tiles.rows >= num_rows and tiles.share == 0 and tiles.splits <= k // form.stage_k
+        assert tiles.stages >= 2 and tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
+        assert tiles.stage_bytes % 1024 == 0 and tiles.width % (16 if ending.is_weighted else 8) == 0
+        # The last warpgroup reads and converts 64 rows of W, whatever there are, within the program's memory.
+        last_stage = (tiles.stages - 1) * tiles.stage_bytes
+        assert last_stage + 128 * 64 * tiles.warpgroups <= tiles.shared_bytes - 1024
+        assert not ending.head_dim or (tiles.width % 128 == 0 and n % tiles.width == 0)
+
+
+def test_groups_that_a_stage_would_cut_are_not_streamed() -> None:
+    assert Numbers(4, 128).suits(4096) and Numbers(4, 512).suits(4096) and Numbers(8).suits(4096)
+    assert not Numbers(4, 128).suits(4096 + 128), "a stage has 256 numbers"
+    assert not Numbers(4, 96).suits(3 * 4096), "which are no whole groups"
+    assert not Numbers(4, 16).suits(4096), "nor are 16 columns of one chunk in two groups"
 
 
 def test_tiles_have_registers_for_their_sums() -> None:
@@ -132,6 +159,11 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     def codes() -> list[bytes]:
         return [machine_code(tiles.source, tiles.constants, ARCHITECTURE) for tiles in chosen if tiles is not None]
 
+    for form, (n, k, ending) in zip(FORMS, PROJECTIONS[4:8], strict=True):
+        chosen.add(StreamTiles.choose_packed(40, n, k, ending, form, PROCESSORS, CLUSTERS.__getitem__))
+    rounded = choose(128, 4096, 12288 // 2, ONTO)
+    assert rounded is not None
+    chosen.add(replace(rounded, form=ROUNDED))
     compiled = codes()
     assert all(code.startswith(b"\x7fELF") for code in compiled)
     assert len(list((tmp_path / "kernels").glob("*.cubin"))) == len(chosen)
