@@ -23,6 +23,8 @@ MOST_SINGLE_TOKENS: Final = 16
 """Up to this many tokens are taken one by one."""
 _NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
 """Of the inputs, by rows of a tile."""
+_BLOCK_OUTPUTS: Final = {1: 64, 16: 64, 32: 64, 64: 128}
+"""Outputs of a program of `expand`, by rows of a tile; 1: tokens are taken one by one."""
 _MOST_SINGLE_PARTS: Final = 64
 _BLOCK_LOW: Final = 64
 
@@ -350,7 +352,7 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
     num_parts, num_tokens, width = low.shape
     n0, n1, n2 = (*stacked.part_sizes, 0, 0)[:3]
     rank, tiles = stacked.rank, tokens.tiles
-    block_n = 64 if tiles is None or tiles.block_m < 64 else 128
+    block_n = _BLOCK_OUTPUTS[1 if tiles is None else tiles.block_m]
     blocks = sum(triton.cdiv(size, block_n) for size in (n0, n1, n2))
     if tiles is None:
         expand_token_kernel[(blocks, num_tokens)](
