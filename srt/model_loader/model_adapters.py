@@ -13,6 +13,7 @@ from srt.lora.adapter_files import AdapterLimits, content_hash, read_adapter
 from srt.lora.resource import AdapterContent
 from srt.models.any_model import AnyModel
 from srt.server_args import ServerArgs
+from srt.utils.errors import StartError
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
@@ -63,4 +64,10 @@ def _step_adapters(
 
     assert args.max_lora_rank is not None, "on a GPU the largest rank is known at the start"
     sizes = args.max_loras_per_batch, args.max_lora_rank, args.max_running_requests
-    return DeviceAdapters(layers, *sizes, dtype, device)
+    try:
+        return DeviceAdapters(layers, *sizes, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"The GPU has too little memory beside the weights for {sizes[0]} LoRA adapters of rank {sizes[1]}: choose a smaller"
+            " --max-loras-per-batch or --max-lora-rank."
+        ) from error
