@@ -486,6 +486,15 @@ def capture_next(graphs: CudaGraphRunner) -> int:
     return size
 
 
+def test_only_graphs_with_adapters_serve_steps_with_adapters() -> None:
+    graphs = {Reading.BY_ROW: make_graphs((64,)), Reading.ADAPTED: make_graphs((64,))}
+    graphs[Reading.BY_ROW].capture_one_batch_size(64)
+    assert find_graph(graphs, Reading.ADAPTED, 60) is None
+    graphs[Reading.ADAPTED].capture_one_batch_size(64)
+    assert find_graph(graphs, Reading.ADAPTED, 60) == (graphs[Reading.ADAPTED], 64)
+    assert find_graph(graphs, Reading.BY_ROW, 60) == (graphs[Reading.BY_ROW], 64)
+
+
 def test_a_step_takes_graphs_of_its_kind_unless_others_fit_it_better() -> None:
     graphs = {Reading.BY_ROW: make_graphs((32, 64, 256)), Reading.EVEN: make_graphs((64, 256))}
     assert find_graph(graphs, Reading.EVEN, 60) is None
