@@ -21,6 +21,7 @@ from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
 from srt.layers.ops import Affine, LayerOps
+from srt.utils.model_error import ModelError
 
 if TYPE_CHECKING:
     from srt.model_executor.forward_batch_info import HostRows
@@ -85,8 +86,10 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         return self._tokens is not None
 
     def hold(self, key: str, matrices: Matrices) -> None:
-        """Copy an adapter to the device beside the steps that run, and wait until it is there."""
+        """Copy an adapter to the device beside the steps that run, and wait until it is there. ModelError if there is no place."""
         with self._lock:
+            if not self._free:  # adapters that took too long to load do not count any more, and are still here
+                raise ModelError("The memory for adapters is taken by others that take long to load. Try again later.")
             number, released = self._free.popleft()
         try:
             with nullcontext() if self._side is None else torch.cuda.stream(self._side), torch.inference_mode():

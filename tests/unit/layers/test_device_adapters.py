@@ -12,6 +12,7 @@ from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.device_adapters import DeviceAdapters
 from srt.model_loader import model_adapters
+from srt.utils.model_error import ModelError
 from tests.support import lora_reference
 from tests.support.adapter_cases import SPECS, cases_of, load
 from tests.support.checkpoints import CheckpointFactory
@@ -48,5 +49,9 @@ def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, 
         assert [job.outputs for job, _ in jobs] == [expected for _, expected in jobs]
         for name in names:
             adapters.release(name)
+    for name in (first, second):
+        load(runner, tmp_path, name)
+    with pytest.raises(ModelError, match="Try again later"):
+        load(runner, tmp_path, third)
     assert capture.num_replays > num_replays
     assert decodes_of(runner).graphs[Reading.ADAPTED].num_left == 0
