@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import srt
 from srt.protocol.messages import GenerateRequest, LogprobSpec, int32_array
 from srt.sampling.sampling_params import SamplingParams
 from srt.speculative.drafter import DraftRows, Ints
@@ -176,22 +175,3 @@ def _chosen(answer: Any, is_prompt: bool) -> list[tuple[int, float]]:
     """The logprobs of the tokens by place; of those that were reported twice, the later."""
     parts = [part for part in answer.logprobs if part.is_prompt is is_prompt]
     return [(part.first + i, value) for part in parts for i, value in enumerate(part.chosen.tolist())]
-
-
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM"])
-def test_a_server_with_drafts_answers_as_one_without(algorithm: str) -> None:
-    """Through all processes: graphs are captured between requests, and steps are launched ahead of results."""
-    options: dict[str, Any] = {"model_path": "tiny", "dtype": "float32", "max_total_tokens": 8192}
-    draft: dict[str, Any] = {"speculative_draft_model_path": "tiny-draft"} if algorithm == "STANDALONE" else {}
-    answers, rates = [], []
-    drafts: dict[str, Any] = {"speculative_algorithm": algorithm, **draft}
-    for given in ({}, drafts):
-        with srt.Runtime(**options, **given) as runtime:
-            for parameters in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5}):
-                asked = {"max_new_tokens": 60, "sampling_seed": 5, **parameters}
-                found = [runtime.generate(PROMPTS, asked) for _ in range(3)]
-                answers.append([answer["output_ids"] for batch in found for answer in batch])
-                rates += [answer["meta_info"].get("spec_accept_length", 0.0) for batch in found for answer in batch]
-    print(f"{algorithm}: {max(rates):.2f} tokens a step at most")
-    assert answers[:2] == answers[2:]
-    assert max(rates) > 1
