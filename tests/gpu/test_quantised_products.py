@@ -154,8 +154,8 @@ def test_streamed_numbers_give_what_they_stand_for(hidden: int, inner: int, form
     assert all(torch.equal(gemm.multiply(weighted, gate_up, tiles), activated) for _ in range(5))
 
 
-@pytest.mark.parametrize("num_rows", [MOST_PACKED_ROWS + 1, 128, 176, 256])
-@pytest.mark.parametrize(("hidden", "inner"), STREAMED)
+@pytest.mark.parametrize("num_rows", [2, 17, 64, 65, 128, 176, 256])
+@pytest.mark.parametrize(("hidden", "inner"), [*STREAMED, (5120, 17408)])
 def test_rows_rounded_to_e4m3_are_streamed(hidden: int, inner: int, num_rows: int) -> None:
     """Down with the residual, then gates and ups, whose inputs are rounded before the factors of the norm are known."""
     stream, gated = StreamGemm(CUDA), GatedGemm(CUDA)
@@ -165,8 +165,10 @@ def test_rows_rounded_to_e4m3_are_streamed(hidden: int, inner: int, num_rows: in
     )
     down, matrix = packed_matrix_of(hidden, inner, Numbers(8))
     tiles = stream.tiles(x, replace(down, rounds_inputs=True), Ending(has_residual=True, is_weighted=True))
-    assert stream.tiles(x, down, Ending(has_residual=True, is_weighted=True)) is None
-    assert tiles is not None and tiles.form.is_rounded
+    if tiles is None:
+        assert num_rows > 176 and hidden == 5120, "whose programs do not fill the device"
+        return
+    assert tiles.form.is_rounded
     product, weighted = stream.multiply_weighted(x, down, tiles, residual, norm, 1e-6)
     numbers, scales = quantise_rows(x)
     assert error_of(product, residual.float() + (numbers.float() * scales) @ matrix.T) < MOST
@@ -175,11 +177,19 @@ def test_rows_rounded_to_e4m3_are_streamed(hidden: int, inner: int, num_rows: in
     factor = torch.rsqrt(product.float().square().mean(1, keepdim=True) + 1e-6)
     gate, up = (factor * (numbers.float() * scales) @ matrix.T).chunk(2, dim=-1)
     packed = replace(gate_up, rounds_inputs=True)
-    many = gated.tiles(product, packed)
-    assert many is not None and gated.tiles(product, gate_up) is None
-    activated = gated.multiply(weighted, packed, many)
+    few = stream.tiles(product, packed, Ending(is_gated=True, is_scaled=True))
+    many = None if few is not None else gated.tiles(product, packed)
+    assert few is not None or many is not None
+
+    def multiplied() -> Tensor:
+        if few is not None:
+            return stream.multiply(weighted, packed, few)
+        assert many is not None
+        return gated.multiply(weighted, packed, many)
+
+    activated = multiplied()
     assert error_of(activated, torch.nn.functional.silu(gate) * up) < 2 * MOST
-    assert all(torch.equal(gated.multiply(weighted, packed, many), activated) for _ in range(5))
+    assert all(torch.equal(multiplied(), activated) for _ in range(5))
 
 
 @pytest.mark.parametrize("num_rows", [2, 16, MOST_PACKED_ROWS])

@@ -49,8 +49,8 @@ MOST_GATED_ROWS: Final = 96
 """Limit for gated products. From there on (for small weights from 65 rows on) `gated_gemm.py` has a kernel for multiples of 64 rows."""
 MOST_PACKED_ROWS: Final = 64
 """Limit for weights of e4m3 or 4-bit numbers that become bfloat16. `gemv` does one row of e4m3 with a scale for each output."""
-FEWEST_ROUNDED_ROWS: Final = 65
-"""Fewest rows for weights of e4m3 numbers whose inputs are rounded likewise; cuBLASLt does fewer."""
+FEWEST_ROUNDED_ROWS: Final = 2
+"""Fewest rows for weights of e4m3 numbers whose inputs are rounded likewise; `gemv` does one as it is."""
 _ROWS: Final[tuple[int, ...]] = (16, 32, *range(64, 257, 16))
 """Row counts of tiles. Large ones are close together, because multiplying padding takes power, which limits such steps."""
 _WIDTHS: Final = (64, 128, 192)
@@ -66,7 +66,7 @@ _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
 _MOST_PACKED_W_ROWS: Final = 384
 _LOADED_NS: Final = 38  # bytes of W that a program loads per ns
-_CONVERTED_NS: Final = 16  # bytes of W that a warpgroup converts and multiplies per ns
+_TURN_NS: Final = 1500  # until the first weights have come
 _LONG: Final = 1 << 16  # outputs of an LM head, for which cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # sizes of attention heads that fit in a warp
 _REGISTERS: Final = 1 << 16  # per multiprocessor
@@ -227,11 +227,11 @@ class StreamTiles:
 
         def cost(tiles: StreamTiles) -> float:
             blocks = -(-k // form.stage_k // tiles.splits)
-            loaded = 2 * BLOCK_K * tiles.w_rows * blocks / min(_LOADED_NS, _CONVERTED_NS * tiles.warpgroups)
             turns = -(-tiles.count(num_rows, n) * tiles.splits // num_processors)
-            return turns * loaded + 4 * tiles.w_rows * tiles.rows * (tiles.splits - 1) / tiles.splits / _EXCHANGED_NS
+            program = 2 * BLOCK_K * tiles.w_rows * blocks / _LOADED_NS + _TURN_NS
+            return turns * program + 4 * tiles.w_rows * tiles.rows * (tiles.splits - 1) / tiles.splits / _EXCHANGED_NS
 
-        shapes = product(range(64, _MOST_PACKED_W_ROWS + 1, 16), (1, 2, 3, 4, 5, 6, 8))
+        shapes = product(range(64, _MOST_PACKED_W_ROWS + 1, 16), (1, 2, 3, 4, 6, 8))
         every = (cls(_padded(num_rows), ending.columns(w_rows), splits, 2, ending, form) for w_rows, splits in shapes)
         tiles = min(filter(fits, every), key=cost, default=None)
         return None if tiles is None else tiles.with_stages(k)
