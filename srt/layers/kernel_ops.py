@@ -9,6 +9,7 @@ from torch import Tensor
 
 from srt.kernels.build.hopper import runs_on
 from srt.kernels.build.pdl import has_pdl, pdl_for
+from srt.kernels.elementwise.prepare_latents import prepare_latents
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles, prepare_qkv
 from srt.kernels.elementwise.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
@@ -133,6 +134,34 @@ class KernelOps(LayerOps):
         if formed is None:
             return super().experts_onto(routed, weights)
         return Stream(formed[1], normed=formed[0])
+
+    def store_latents(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Norm,
+        rotation: Rotation,
+        is_interleaved: bool,
+        layer: RadixAttention,
+        batch: ForwardBatch,
+    ) -> bool:
+        memory, _ = batch.token_to_kv_pool.get_kv(layer.layer_id)
+        if memory.dtype is not q.dtype or len(norm.weight) + 2 * rotation.cos.shape[-1] != latents.shape[1]:
+            return False
+        prepare_latents(
+            q,
+            layer.head_dim,
+            latents,
+            norm.weight,
+            norm.eps,
+            rotation.cos,
+            rotation.sin,
+            is_interleaved,
+            batch.locations_of(layer.layer_id),
+            memory,
+            self._pdl(q),
+        )
+        return True
 
     def angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return Rotation(*angles(positions, frequencies, factor, self._pdl(positions)))
