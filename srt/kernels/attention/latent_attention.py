@@ -20,7 +20,7 @@ from srt.kernels.build.shared_memory import SHARED_BYTES
 
 MAX_SPLITS: Final = 32
 PROGRAMS_PER_PROCESSOR: Final = 2  # programs of decodes that run on a multiprocessor at once
-MIN_SPLIT_TOKENS: Final = 128
+MIN_SPLIT_TOKENS: Final = 64
 DECODE_PAIRS: Final = 16  # pairs of a program of decodes
 EXTEND_PAIRS: Final = 64
 

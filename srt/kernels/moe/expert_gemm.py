@@ -45,11 +45,14 @@ class ExpertGemmTiles:
     downs: ProductTiles
 
     @classmethod
-    def choose(cls, num_pairs: int, num_experts: int, item_size: int) -> ExpertGemmTiles:
+    def choose(cls, num_pairs: int, num_experts: int, item_size: int, is_plain: bool = True) -> ExpertGemmTiles:
         """Choose tiles that hold an expert's rows, if they are few: then its weights are read once."""
         mean = num_pairs / num_experts
         if mean <= 16:
             block_m = 16 if mean <= 4 else 32
+            if is_plain and num_pairs <= 64:
+                both = ProductTiles(64, 256 // item_size, 4, 4)
+                return cls(block_m, both, both)
             few = ProductTiles(32 if num_pairs > 64 else 16, 256 // item_size, 4, 4)
             return cls(block_m, few, ProductTiles(64 if num_pairs > 64 else 32, 256 // item_size, 4, 4))
         block_m, warps = (64, 4) if mean <= 48 else (128, 8)
@@ -363,7 +366,8 @@ def multiply_choices(
 ) -> torch.Tensor:
     """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`."""
     num_experts, hidden, size = weights.down.shape
-    tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize)
+    is_plain = isinstance(weights.gate_up, torch.Tensor)
+    tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize, is_plain)
     table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load, pdl)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)

@@ -13,7 +13,7 @@ from srt.kernels.moe.few_tokens import MOST_ROUTED_ROWS, multiply_few, route_row
 from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
 
-_MOST_NORMED_ROWS: Final = 256
+_MOST_NORMED_ROWS: Final = 64
 """With more rows, adding up the choices in a kernel of its own costs little."""
 
 
