@@ -29,7 +29,7 @@ from srt.utils.quantization import QUANTIZING
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
 HEAD_MULTIPLE = 16  # elements: what the kernels of deterministic servers read at once
-LARGEST_GPU_HEAD = 256
+LARGEST_GPU_HEAD = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +268,19 @@ def check_deterministic_on_gpu(args: ServerArgs, config: ModelConfig) -> None:
     """Raise StartError for what works in the deterministic mode on a CPU only. Workers check the kind of the GPU."""
     if args.tp_size > 1:
         raise StartError(f"{OPTION} works with --tp 1 only on a GPU: leave --tp out, or serve with --device cpu.")
+    first = config.layers[0].self_attention
+    if first.norms != "head" or first.qkv_bias or first.o_bias:  # so are the layers for which it was shown
+        raise StartError(
+            f"{OPTION} serves the Qwen3 family only on a GPU, not {config.architecture}: leave it out, or serve with"
+            " --device cpu."
+        )
     if any(layer.self_attention.window is not None for layer in config.layers):
         raise StartError(
             f"{OPTION} does not serve models with sliding windows on a GPU: leave it out, or serve with --device cpu."
         )
-    head_dim = config.layers[0].self_attention.head_dim
-    if head_dim > LARGEST_GPU_HEAD:
+    if first.head_dim > LARGEST_GPU_HEAD:
         raise StartError(
-            f"{OPTION} serves heads of at most {LARGEST_GPU_HEAD} on a GPU, not {head_dim}: leave it out, or serve with"
+            f"{OPTION} serves heads of at most {LARGEST_GPU_HEAD} on a GPU, not {first.head_dim}: leave it out, or serve with"
             " --device cpu."
         )
 

@@ -57,8 +57,10 @@ def test_a_model_is_refused(
     ("family", "fields", "words", "reason"),
     [
         ("qwen3", {}, ["--tp", "2"], "works with --tp 1 only on a GPU"),
-        ("qwen3", {"head_dim": 272}, [], "heads of at most 256 on a GPU"),
-        ("qwen2", {"config": WINDOW}, [], "does not serve models with sliding windows on a GPU"),
+        ("qwen3", {"head_dim": 144}, [], "heads of at most 128 on a GPU"),
+        ("llama", {}, [], "serves the Qwen3 family only on a GPU, not LlamaForCausalLM"),
+        ("qwen2", {}, [], "serves the Qwen3 family only on a GPU, not Qwen2ForCausalLM"),
+        ("qwen3", {"config": WINDOW}, [], "does not serve models with sliding windows on a GPU"),
     ],
 )
 def test_a_model_is_refused_on_a_gpu(
