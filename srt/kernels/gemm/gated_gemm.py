@@ -36,6 +36,7 @@ _MOST_FITTED_ROWS: Final = 256
 _MOST_STAGES: Final = 8
 _LEAST_SHARE: Final = 0.7  # smallest share of the multiprocessors that must have work
 _LEAST_USE: Final = 0.85  # smallest share of useful multiplications with many rows; cuBLAS has tiles of more sizes
+_WIDEST_ROUNDED: Final = 80  # columns of a tile twice 64 rows high, of e4m3
 _LOADING: Final = 0.4  # cost of loading one row or column of a tile; multiplying one column of 128 rows costs 1
 
 
@@ -115,6 +116,11 @@ class GatedTiles:
         """Time of a tile in arbitrary units, as measured on an H200."""
         return self.rows / 128 * 2 * self.width + _LOADING * (self.rows + 2 * self.width)
 
+    def for_rounded_rows(self) -> GatedTiles:
+        """Return the tiles for e4m3. Those of most sums have no registers left for the factors of columns and become half as high."""
+        is_full = self.height == 2 and self.width > _WIDEST_ROUNDED
+        return replace(self, height=1 if is_full else self.height, is_rounded=True)._with_stages()
+
     def _count(self, num_rows: int, n: int) -> int:
         return -(-num_rows // self.rows) * -(-n // self.width)
 
@@ -143,7 +149,7 @@ class GatedGemm:
             if not weight.rounds_inputs or len(x) > _MOST_FITTED_ROWS:
                 return None
             tiles = _choose(len(x), weight.shape[0] // 2, weight.shape[1] // 2, self._num_processors)
-            return None if tiles is None else replace(tiles, is_rounded=True)
+            return None if tiles is None else tiles.for_rounded_rows()
         if weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)

@@ -37,6 +37,14 @@ def test_tiles_fit_a_processor_and_most_of_what_they_multiply_is_needed(n: int, 
     assert num_rows <= tiles.rows or num_rows > 256, "rows of W are read once"
 
 
+def test_tiles_of_most_sums_become_half_as_high_for_e4m3() -> None:
+    full, wide = choose(256, 12288, 2048), choose(128, 12288, 2048)
+    assert full is not None and wide is not None
+    assert (full.height, full.for_rounded_rows().height) == (2, 1)
+    assert full.for_rounded_rows().shared_bytes <= SHARED_BYTES - 1024
+    assert wide.for_rounded_rows() == replace(wide, is_rounded=True)
+
+
 def test_prompts_of_any_length_are_cut_in_one_way() -> None:
     assert len({choose(num_rows, 12288, 4096) for num_rows in range(257, 8193)} - {None}) == 1
 
