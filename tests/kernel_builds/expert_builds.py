@@ -40,7 +40,7 @@ def expert_builds() -> list[KernelBuild]:
     builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16, False), _sum(bf16, True)]
     builds += [_route_rows(bf16), _route_rows(fp32), _pair_gates(bf16), _token_downs(bf16)]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
-        tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize)
+        tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize, has_room=True)
         builds += [_gates(dtype, tokens, tiles), _downs(dtype, tokens, tiles)]
     for kind, tokens in (
         ("e4m3", 64),

@@ -45,12 +45,15 @@ class ExpertGemmTiles:
     downs: ProductTiles
 
     @classmethod
-    def choose(cls, num_pairs: int, num_experts: int, item_size: int, is_plain: bool = True) -> ExpertGemmTiles:
-        """Choose tiles that hold an expert's rows, if they are few: then its weights are read once."""
+    def choose(cls, num_pairs: int, num_experts: int, item_size: int, has_room: bool = False) -> ExpertGemmTiles:
+        """Choose tiles that hold an expert's rows, if they are few: then its weights are read once.
+
+        `has_room` says that programs have the shared memory of Hopper, and that weights are plain.
+        """
         mean = num_pairs / num_experts
         if mean <= 16:
             block_m = 16 if mean <= 4 else 32
-            if is_plain and num_pairs <= 64:
+            if has_room and num_pairs <= 64:
                 both = ProductTiles(64, 256 // item_size, 4, 4)
                 return cls(block_m, both, both)
             few = ProductTiles(32 if num_pairs > 64 else 16, 256 // item_size, 4, 4)
@@ -366,8 +369,8 @@ def multiply_choices(
 ) -> torch.Tensor:
     """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`."""
     num_experts, hidden, size = weights.down.shape
-    is_plain = isinstance(weights.gate_up, torch.Tensor)
-    tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize, is_plain)
+    has_room = isinstance(weights.gate_up, torch.Tensor) and is_hopper(x.device)
+    tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize, has_room)
     table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load, pdl)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
