@@ -23,8 +23,8 @@ or refused by name at the start.
 | logits, greedy tokens | equal to those of `transformers` in float32, in chunks, in batches, behind cached prefixes |
 | layers | every kind that a family has, in small random checkpoints |
 | two ranks (`--tp 2`) | the tokens of one rank |
-| GPUs | families with fused kernels, and of those with experts Qwen3-MoE and OLMoE; the others were not tried |
-| latent attention on GPUs | not tried; a Triton kernel serves prompts and decodes, and graphs capture decodes |
+| GPUs | families with fused kernels, and of those with experts Qwen3-MoE, OLMoE, gpt-oss, DeepSeek V2 and V3; the others were not tried |
+| latent attention on GPUs | the tokens of a CPU in float32, for small random checkpoints on an H200; a Triton kernel serves prompts and decodes, and graphs capture decodes |
 | real checkpoints | not tried, for families without fused kernels |
 
 Layers with a window keep only what it shows ([how](decisions/page-groups.md)).
