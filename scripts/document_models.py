@@ -24,7 +24,7 @@ or refused by name at the start.
 | layers | every kind that a family has, in small random checkpoints |
 | two ranks (`--tp 2`) | the tokens of one rank |
 | GPUs | families with fused kernels, and of those with experts Qwen3-MoE, OLMoE, gpt-oss, DeepSeek V2 and V3; the others were not tried |
-| latent attention on GPUs | the tokens of a CPU in float32, for small random checkpoints on an H200; a Triton kernel serves prompts and decodes, and graphs capture decodes |
+| latent attention on GPUs | the tokens of a CPU in float32, on an H200; a Triton kernel serves prompts and decodes, in graphs |
 | real checkpoints | not tried, for families without fused kernels |
 
 Layers with a window keep only what it shows ([how](decisions/page-groups.md)).
