@@ -52,7 +52,19 @@ def jobs_of(seed: int, count: int, vocab_size: int = 512) -> list[Job]:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("backend", ["torch_native", "triton"])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "llama", "qwen2", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+    "family",
+    [
+        "qwen3",
+        "llama",
+        "qwen2",
+        "qwen3_moe",
+        "olmoe",
+        "gpt_oss",
+        "deepseek_v2",
+        "deepseek_v3",
+        "granite",
+        "gemma3_text",
+    ],
 )
 def test_float32_gives_the_tokens_of_a_cpu(
     checkpoint: CheckpointFactory, family: str, backend: str, page_size: int
