@@ -65,9 +65,7 @@ def _untried_on_gpus(loaded: LoadedModel) -> str:
     args = loaded.args
     untried = {
         "--tp": loaded.tp.size > 1,
-        "--enable-lora": loaded.adapters is not None,
         "--speculative-algorithm": args.speculative_algorithm is not None,
-        "--enable-deterministic-inference": args.enable_deterministic_inference,
     }
     return next((name for name, is_used in untried.items() if is_used), "")
 

@@ -10,6 +10,7 @@ import torch
 
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.engine_work import LoadWeights
+from tests.support.adapter_cases import SPECS, cases_of, load
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.quantised_checkpoint import WEIGHT_ONLY, write_quantised
@@ -81,3 +82,22 @@ def test_packed_integers_are_updated_too(checkpoint: CheckpointFactory, tmp_path
     plain = [checkpoint("qwen3", seed=seed) for seed in (0, 1)]
     folders = [write_quantised(one, tmp_path / one.name, WEIGHT_ONLY[how])[0] for one in plain]
     check_update(*folders, dtype="bfloat16")
+
+
+def test_the_bits_of_the_deterministic_mode_are_those_of_a_fresh_runner(checkpoint: CheckpointFactory) -> None:
+    folders = [checkpoint("qwen3", seed=seed) for seed in (0, 1)]
+    check_update(*folders, dtype="bfloat16", enable_deterministic_inference=True)
+
+
+def test_adapters_stay_and_change_the_new_weights(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    old, new = (checkpoint("qwen3", tied=False, seed=seed) for seed in (0, 1))
+    cases = cases_of(new, tmp_path, 4)
+    runner = captured(old, dtype="float32", enable_lora=True, max_lora_rank=8, max_loras_per_batch=4)
+    for name in SPECS:
+        load(runner, tmp_path, name)
+    drawn(runner)
+    runner.update_weights(LoadWeights(str(new)), lambda: None)
+    runner.reset()
+    jobs = [case.job() for case in cases]
+    PlanDriver(runner, 16).run(jobs)
+    assert [job.outputs for job in jobs] == [case.expected for case in cases]
