@@ -199,8 +199,8 @@ class ServerArgs(LoraOptions):
 
     speculative_algorithm: str | None = option(
         None,
-        "draft several tokens and verify them in one step, on a CPU; NGRAM: what followed the same tokens earlier in the request;"
-        " STANDALONE: what a smaller model draws",
+        "draft several tokens and verify them in one step, on a CPU or one GPU; NGRAM: what followed the same tokens earlier in the"
+        " request; STANDALONE: what a smaller model draws",
         group=SPECULATION,
         choices=SPECULATIVE_ALGORITHMS,
     )

@@ -1,10 +1,12 @@
-"""The options with which a model that drafts is loaded."""
+"""The options with which a model that drafts is loaded, and what drafts do not support on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from srt.server_args import ServerArgs
+from srt.utils.layer_spec import Experts, LayerSpec, SelfAttention
+from srt.utils.model_config import ModelConfig
 
 
 def draft_model_args(args: ServerArgs) -> ServerArgs:
@@ -20,3 +22,30 @@ def draft_model_args(args: ServerArgs) -> ServerArgs:
         model_impl="auto",
         enable_torch_compile=False,
     )
+
+
+def gpu_speculation_obstacle(args: ServerArgs, config: ModelConfig) -> str | None:
+    """Name what drafts cannot be verified with on a GPU, if the model or the options have it."""
+    decode = args.decode_attention_backend or args.attention_backend
+    if args.tp_size > 1:
+        return f"--tp {args.tp_size}"
+    if decode not in (None, "triton", "fa3"):
+        return f"the attention backend {decode} for decodes"
+    if args.enable_torch_compile:
+        return "--enable-torch-compile"
+    if args.kv_cache_dtype != "auto":
+        return f"--kv-cache-dtype {args.kv_cache_dtype}"
+    if config.implementation == "transformers":
+        return "the layers of the library transformers"
+    if not config.weight_formats.is_plain:
+        return "quantised weights"
+    return next((found for layer in config.layers if (found := _layer_obstacle(layer)) is not None), None)
+
+
+def _layer_obstacle(layer: LayerSpec) -> str | None:
+    attention = layer.attention
+    if not isinstance(attention, SelfAttention):
+        return "layers of latent attention"
+    if attention.window is not None:
+        return "layers with a window"
+    return "layers of experts" if isinstance(layer.feed_forward, Experts) else None

@@ -15,7 +15,7 @@ from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.deterministic import OPTION
-from srt.utils.draft_model import draft_model_args
+from srt.utils.draft_model import draft_model_args, gpu_speculation_obstacle
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
@@ -288,10 +288,13 @@ def check_deterministic_on_gpu(args: ServerArgs, config: ModelConfig) -> None:
 def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
     """Raise StartError if drafts cannot be verified here."""
     option = f"--speculative-algorithm {args.speculative_algorithm}"
-    if not runs_on_cpu(args):
-        raise StartError(f"{option} works on a CPU only: leave it out, or serve with --device cpu.")
     if config.pooling is not None:
         raise StartError(f"{option} speeds up the generation of text, which this model does not do: leave it out.")
+    if runs_on_cpu(args):
+        return
+    obstacle = gpu_speculation_obstacle(args, config)
+    if obstacle is not None:
+        raise StartError(f"{option} does not support {obstacle} on a GPU: leave it out, or serve with --device cpu.")
 
 
 def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
@@ -315,6 +318,11 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
         raise StartError(
             f"{option} knows {draft.max_position_embeddings} positions, fewer than the {config.context_length} that are served:"
             f" add --context-length {draft.max_position_embeddings}."
+        )
+    obstacle = None if runs_on_cpu(args) else gpu_speculation_obstacle(draft_model_args(args), draft)
+    if obstacle is not None:
+        raise StartError(
+            f"{option}: {obstacle} cannot draft on a GPU. Choose another model, or serve with --device cpu."
         )
     if PageGroups.of(draft.layers).num > 1:
         raise StartError(f"{option} has layers with windows and without: choose a model whose layers are alike.")

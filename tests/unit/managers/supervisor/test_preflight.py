@@ -236,10 +236,21 @@ def test_a_drafting_model_that_does_not_fit_is_refused(
             check_and_listen(args, http=False)
 
 
-def test_drafts_are_refused_on_a_gpu(qwen3_checkpoint: Path) -> None:
-    args = replace(args_for(qwen3_checkpoint), device="cuda", speculative_algorithm="NGRAM")
-    with pytest.raises(StartError, match="--speculative-algorithm NGRAM works on a CPU only"):
-        check_and_listen(args, http=False)
+def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory
+) -> None:
+    def refuse(folder: Path, reason: str, **options: Any) -> None:
+        args = replace(args_for(folder), device="cuda", speculative_algorithm="NGRAM", **options)
+        with pytest.raises(StartError, match=f"--speculative-algorithm NGRAM does not support {reason} on a GPU"):
+            check_model(args)
+
+    refuse(qwen3_checkpoint, "--tp 2", tp_size=2)
+    refuse(qwen3_checkpoint, "the attention backend flashinfer for decodes", attention_backend="flashinfer")
+    refuse(qwen3_checkpoint, "--enable-torch-compile", enable_torch_compile=True)
+    refuse(qwen3_checkpoint, "--kv-cache-dtype fp8_e4m3", kv_cache_dtype="fp8_e4m3")
+    refuse(checkpoint("gemma3_text"), "layers with a window")
+    refuse(checkpoint("qwen3_moe"), "layers of experts")
+    refuse(checkpoint("deepseek_v3"), "layers of latent attention")
 
 
 def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
