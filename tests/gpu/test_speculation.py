@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import srt
+from srt.model_executor.graphs import verify_runner
+from srt.model_executor.step.step_output import VerifiedOnDevice
 from srt.protocol.messages import GenerateRequest, LogprobSpec, int32_array
 from srt.sampling.sampling_params import SamplingParams
 from srt.speculative.drafter import DraftRows, Ints
@@ -52,11 +55,21 @@ def expected(checkpoint: CheckpointFactory) -> Answers:
     return answers_of(engine, requests_of(7, 24))
 
 
-@pytest.mark.parametrize("captures", [True, False])
-@pytest.mark.parametrize(("page_size", "options"), [(16, SMALL), (1, TIGHT)], ids=["all at once", "with preemption"])
+@pytest.mark.parametrize(
+    ("page_size", "options", "captures", "together"),
+    [(16, SMALL, True, 48), (1, TIGHT, True, 2), (16, SMALL, False, 2), (1, TIGHT, False, 48)],
+    ids=["all at once", "with preemption", "all at once, no graphs", "with preemption, no graphs"],
+)
 def test_drafts_right_and_wrong_at_each_place_change_no_answer(
-    checkpoint: CheckpointFactory, expected: Answers, page_size: int, options: dict[str, Any], captures: bool
+    checkpoint: CheckpointFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Answers,
+    page_size: int,
+    options: dict[str, Any],
+    captures: bool,
+    together: int,
 ) -> None:
+    monkeypatch.setattr(verify_runner, "LEAST_TOGETHER", together)
     aborted, requests = (3, 6), requests_of(7, 24)
     engine, runner = engine_of(checkpoint("qwen3"), page_size, **options, **NGRAM)
     if captures:
@@ -108,12 +121,13 @@ def story_requests() -> list[GenerateRequest]:
 
 
 def count_ahead(runner: Any) -> list[int]:
-    """Return a list that gets the rows of each step that is launched before their lengths are known."""
+    """Return a list that gets the number of rows of each step that is launched before their lengths are known."""
     found: list[int] = []
     draft_ahead = runner._drafter.draft_ahead
 
     def counted(rows: DraftRows) -> Ints:
-        found.append(len(rows.slots))
+        if runner._launched:
+            found.append(len(rows.slots))
         drafts: Ints = draft_ahead(rows)
         return drafts
 
@@ -121,7 +135,9 @@ def count_ahead(runner: Any) -> list[int]:
     return found
 
 
-def test_the_shipped_models_answer_alike_in_fewer_steps() -> None:
+def test_the_shipped_models_answer_alike_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is always launched before the host has heard of the last one's draws."""
+    monkeypatch.setattr(VerifiedOnDevice, "is_ready", lambda output: False)
     folder, options = resolve_model_path("tiny"), {**SMALL, "dtype": "float32"}
     draft = {
         "speculative_algorithm": "STANDALONE",
@@ -136,14 +152,19 @@ def test_the_shipped_models_answer_alike_in_fewer_steps() -> None:
         num_ahead = count_ahead(runner)
         check_equal(answers_of(engine, story_requests()), expected)
         print(f"{name}: {len(num_ahead)} steps launched before lengths were known")
+        assert num_ahead
         num_steps[name] = engine.core.counters.num_steps
     before = plain.core.counters.num_steps
     print(f"steps of 6 answers of 60 tokens: {before} without drafts, {num_steps}")
     assert num_steps["STANDALONE"] < before
 
 
-def test_answers_in_bfloat16_are_those_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [2, 48])
+def test_answers_in_bfloat16_are_those_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
     """Rounding depends on the number of rows. So an answer with drafts is read again, and its tokens must be as likely as was told."""
+    monkeypatch.setattr(verify_runner, "LEAST_TOGETHER", together)
     config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096}
@@ -175,3 +196,22 @@ def _chosen(answer: Any, is_prompt: bool) -> list[tuple[int, float]]:
     """The logprobs of the tokens by place; of those that were reported twice, the later."""
     parts = [part for part in answer.logprobs if part.is_prompt is is_prompt]
     return [(part.first + i, value) for part in parts for i, value in enumerate(part.chosen.tolist())]
+
+
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "NGRAM"])
+def test_a_server_with_drafts_answers_as_one_without(algorithm: str) -> None:
+    """Through all processes: graphs are captured between requests, and steps are launched ahead of results."""
+    options: dict[str, Any] = {"model_path": "tiny", "dtype": "float32", "max_total_tokens": 8192}
+    draft: dict[str, Any] = {"speculative_draft_model_path": "tiny-draft"} if algorithm == "STANDALONE" else {}
+    answers, rates = [], []
+    drafts: dict[str, Any] = {"speculative_algorithm": algorithm, **draft}
+    for given in ({}, drafts):
+        with srt.Runtime(**options, **given) as runtime:
+            for parameters in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5}):
+                asked = {"max_new_tokens": 60, "sampling_seed": 5, **parameters}
+                found = [runtime.generate(PROMPTS, asked) for _ in range(3)]
+                answers.append([answer["output_ids"] for batch in found for answer in batch])
+                rates += [answer["meta_info"].get("spec_accept_length", 0.0) for batch in found for answer in batch]
+    print(f"{algorithm}: {max(rates):.2f} tokens a step at most")
+    assert answers[:2] == answers[2:]
+    assert max(rates) > 1

@@ -79,6 +79,16 @@ class AnyRows:
     decode_lens: torch.Tensor  # [D], the new position included
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Device tensors that describe the rows of a decode step with several tokens a row. All int64; a row without tokens is padding."""
+
+    slots: torch.Tensor  # [R]
+    prefix_lens: torch.Tensor  # [R]: positions before the row's first token
+    lens: torch.Tensor  # [R]: tokens of the row, which follow each other
+    firsts: torch.Tensor  # [R]: index of the row's first token
+
+
 # ---- Abilities that only some backends have
 
 
@@ -107,6 +117,13 @@ class DecodeReadings(Protocol):
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         """Launch the work that precedes the first layer of a planned decode step. It can be captured in a graph."""
+
+
+class DraftReadings(Protocol):
+    """Decode steps with several tokens a row, whose keys are read once for all of them."""
+
+    def begin_drafts(self, rows: TokenRows, most_tokens: int) -> None:
+        """Read the planned decode step in this way. Each of its tokens belongs to a row, which has up to `most_tokens`."""
 
 
 class PromptGraphs(Protocol):
@@ -142,6 +159,10 @@ class AttentionBackend(ABC):
 
     @property
     def decode_readings(self) -> DecodeReadings | None:
+        return None
+
+    @property
+    def draft_readings(self) -> DraftReadings | None:
         return None
 
     @property

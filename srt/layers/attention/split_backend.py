@@ -10,6 +10,7 @@ from srt.layers.attention.base import (
     AttentionBackend,
     DecodeGraphs,
     DecodeReadings,
+    DraftReadings,
     HostPlans,
     PromptGraphs,
 )
@@ -39,6 +40,10 @@ class SplitBackend(AttentionBackend):
     @property
     def decode_readings(self) -> DecodeReadings | None:
         return self._decode.decode_readings
+
+    @property
+    def draft_readings(self) -> DraftReadings | None:
+        return self._decode.draft_readings
 
     @property
     def packed_decodes(self) -> PackedDecodes | None:

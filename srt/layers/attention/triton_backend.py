@@ -41,8 +41,10 @@ from srt.layers.attention.base import (
     AttentionBackend,
     DecodeGraphs,
     DecodeReadings,
+    DraftReadings,
     PromptGraphs,
     Reading,
+    TokenRows,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._shared: SharedPrefix | None = None  # for the current step
         self._even_memory: EvenShares | None = None
         self._even: EvenShares | None = None  # for the current step
+        self._drafts: tuple[TokenRows, int] | None = None  # for the current step
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
@@ -104,6 +107,13 @@ class TritonAttentionBackend(AttentionBackend):
         return self
 
     @property
+    def draft_readings(self) -> DraftReadings:
+        return self
+
+    def begin_drafts(self, rows: TokenRows, most_tokens: int) -> None:
+        self._drafts = rows, most_tokens
+
+    @property
     def prompt_graphs(self) -> PromptGraphs | None:
         return self if self._captures_prompts else None
 
@@ -112,7 +122,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared = self._even = None
+        self._shared = self._even = self._drafts = None
         if batch.num_extend_rows and self._can_stream(batch.num_decode_rows):
             self._find_shares(batch.seq_lens[batch.num_extend_rows :], batch)
 
@@ -122,7 +132,7 @@ class TritonAttentionBackend(AttentionBackend):
         return reading in self._readings
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
-        self._shared = self._even = None
+        self._shared = self._even = self._drafts = None
         if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch.num_decode_rows)):
             self._find_shares(batch.seq_lens, batch)
         if reading is not Reading.SHARED:
@@ -149,7 +159,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared = self._even = None
+        self._shared = self._even = self._drafts = None
         if self._can_stream(len(rows.decode_lens)) or Reading.EVEN in self._readings:
             self._find_shares(rows.decode_lens, batch)
 
@@ -221,6 +231,9 @@ class TritonAttentionBackend(AttentionBackend):
         may_be_none: bool = False,
     ) -> None:
         """Attend with one query per row. With `may_be_none`, all lengths may be 0."""
+        if self._drafts is not None:
+            self._attend_drafts(q, kv, *self._drafts, layer, out)
+            return
         if self._even is not None and layer.window is None and self._streams:
             stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
             return
@@ -259,6 +272,19 @@ class TritonAttentionBackend(AttentionBackend):
             sinks=layer.sinks,
             starts_early=pdl == EARLY or tiles.fill(num_programs, self._num_processors),
         )
+
+    def _attend_drafts(
+        self,
+        q: torch.Tensor,
+        kv: PagedKV,
+        rows: TokenRows,
+        most_tokens: int,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+    ) -> None:
+        tiles = self._extend_tiles(most_tokens, layer, q.dtype)
+        chunks = rows.slots, rows.prefix_lens, rows.lens, rows.firsts
+        extend_attention(q, kv, *chunks, most_tokens, layer.scale, out, tiles, layer.window, layer.softcap, layer.sinks)
 
     def decode_packed(
         self,

@@ -1,7 +1,7 @@
 """Several tokens of each row at once, as decode rows of their own: each sees the positions of its slot up to its own.
 
-They are read row by row. The streaming kernel must not read them: it requests all keys but a row's newest ones before the kernels of
-its own step have ended, and here several keys of a slot are new.
+Few tokens are read one by one, more of them row by row. The streaming kernel must not read them: it requests all keys but a row's
+newest ones before the kernels of its own step have ended, and here several keys of a slot are new.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from srt.layers.attention.base import TokenRows
 from srt.layers.sampler import Draws
 from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -35,8 +36,18 @@ class RowTokens:
         self._tables: ReqToTokenPool = state.req_to_token_pool
         self._no_rows = ForwardBatch.empty(state.req_to_token_pool, state.token_to_kv_pool, loaded.attn_backend)
 
-    def hidden_of(self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [tokens, hidden size]. Never waits for a GPU, so a graph can hold it."""
+    def hidden_of(
+        self,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        rows: TokenRows | None = None,
+        most_tokens: int = 1,
+    ) -> torch.Tensor:
+        """Return the hidden states [tokens, hidden size]. Never waits for a GPU, so a graph can hold it.
+
+        With `rows`, of up to `most_tokens` tokens each, keys are read once for all tokens of a row, where attention can do that.
+        """
         seq_lens = positions + 1
         # Attention on a GPU finds lengths on the device; on a CPU they are in the host's memory already.
         slots_cpu, seq_lens_cpu = (NO_ROWS, NO_ROWS) if ids.is_cuda else (slots.numpy(), seq_lens.numpy())
@@ -53,6 +64,9 @@ class RowTokens:
             seq_lens_cpu=seq_lens_cpu,
         )
         self._backend.plan_decode(batch)
+        readings = self._backend.draft_readings
+        if rows is not None and readings is not None:
+            readings.begin_drafts(rows, most_tokens)
         hidden: torch.Tensor = self._model(ids, positions, batch)
         return hidden
 

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from srt.layers.attention.base import TokenRows
 from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
 from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, RowTokens, Staged, TableDraws
@@ -21,6 +22,10 @@ from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
 SLOTS, OFFSETS, FIRSTS, LASTS = range(4)  # rows of the staged numbers, which have a column for each token
+ROW_SLOTS, ROW_LENS, ROW_FIRSTS = range(
+    4, 7
+)  # likewise, with a column for each row: there are no more rows than tokens
+LEAST_TOGETHER = 48  # tokens from which on attention reads a row's keys once for all of its tokens
 
 
 class VerifyRunner(SizedGraphs):
@@ -36,15 +41,17 @@ class VerifyRunner(SizedGraphs):
         loaded: LoadedModel,
         state: DeviceState,
         max_tokens: int,
+        most_of_row: int,
         sizes: Sequence[int] = (),
         capture: Capture | None = None,
     ) -> None:
         super().__init__(sizes, loaded.device, capture)
         self.max_tokens = max_tokens
+        self._most_of_row = most_of_row
         self._tokens = RowTokens(loaded, state)
         self._tables = state.req_to_token_pool
         self._draws = TableDraws(state)
-        self._staged = Staged(4, max_tokens, loaded.device)
+        self._staged = Staged(7, max_tokens, loaded.device)
         head = loaded.model.lm_head
         self.logits = torch.zeros((max_tokens, head.shard_size), dtype=head.weight.dtype, device=loaded.device)
         self.outcome = torch.zeros(max_tokens, dtype=torch.int64, device=loaded.device)
@@ -57,24 +64,31 @@ class VerifyRunner(SizedGraphs):
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1])
         firsts = np.repeat(ends - counts, counts)
-        host = self._begin(num_tokens)[:, :num_tokens]
+        size, self._parts = self.parts_for(num_tokens)
+        whole, num_rows = self._begin(num_tokens, len(slots), size), len(slots)
+        whole[ROW_SLOTS, :num_rows], whole[ROW_LENS, :num_rows] = slots, counts
+        whole[ROW_FIRSTS, :num_rows] = ends - counts
+        host = whole[:, :num_tokens]
         host[SLOTS], host[OFFSETS] = np.repeat(slots, counts), np.arange(num_tokens) - firsts
         host[FIRSTS], host[LASTS] = firsts, 0
         host[LASTS, ends - 1] = 1
         self._staged.send()
-        _, self._parts = self.parts_for(num_tokens)
 
     def stage_padding(self, size: int) -> None:
-        self._begin(0)
+        self._begin(0, 0, size)
         self._staged.send()
 
-    def _begin(self, num_tokens: int) -> Ints:
-        """Return the memory for the numbers of so many tokens. Tokens of the dummy slot follow, each of which is a row."""
+    def _begin(self, num_tokens: int, num_rows: int, size: int) -> Ints:
+        """Return the memory for the numbers of these tokens and rows. Tokens of the dummy slot follow, up to `size` a row each."""
         host = self._staged.begin()
         host[SLOTS, num_tokens:] = self._tables.dummy_slot
         host[OFFSETS, num_tokens:] = 0
         host[FIRSTS, num_tokens:] = np.arange(num_tokens, self.max_tokens)
         host[LASTS, num_tokens:] = 1
+        end = num_rows + size - num_tokens
+        host[ROW_SLOTS, num_rows:] = self._tables.dummy_slot
+        host[ROW_LENS, num_rows:end], host[ROW_LENS, end:] = 1, 0
+        host[ROW_FIRSTS, num_rows:end], host[ROW_FIRSTS, end:] = np.arange(num_tokens, size), 0
         return host
 
     def forward(self) -> None:
@@ -103,8 +117,14 @@ class VerifyRunner(SizedGraphs):
 
     def _run_forward(self, size: int) -> None:
         slots, positions = self._staged.tensor[SLOTS, :size], self._positions(size)
-        hidden = self._tokens.hidden_of(self._tables.tokens(slots, positions), slots, positions)
+        ids = self._tables.tokens(slots, positions)
+        rows = self._rows_of(size) if size >= LEAST_TOGETHER else None
+        hidden = self._tokens.hidden_of(ids, slots, positions, rows, self._most_of_row)
         self._tokens.logits_into(hidden, self.logits[:size])
+
+    def _rows_of(self, size: int) -> TokenRows:
+        slots, lens, firsts = self._staged.tensor[ROW_SLOTS : ROW_FIRSTS + 1, :size]
+        return TokenRows(slots, self._tables.seq_lens[slots], lens, firsts)
 
     def _run_sample(self, size: int, kind: SamplingKind) -> None:
         slots = self._staged.tensor[SLOTS, :size]

@@ -62,7 +62,7 @@ def graph_speculating_runner(
 ) -> GraphSpeculatingRunner:
     """Create the runner of a server on a GPU that speculates. Its graphs are added to `graphs`."""
     num_drafts, max_tokens = loaded.args.num_drafts, most_verified_tokens(loaded.args)
-    verifier = VerifyRunner(loaded, state, max_tokens, _sizes_up_to(max_tokens, VERIFY_SIZES), capture)
+    verifier = VerifyRunner(loaded, state, max_tokens, 1 + num_drafts, _sizes_up_to(max_tokens, VERIFY_SIZES), capture)
     drafter: DeviceDrafter
     if small is None:
         drafter = DeviceNgramDrafter(state.req_to_token_pool, *_match_windows(loaded), num_drafts)
