@@ -11,13 +11,15 @@ LORA = "LoRA adapters"
 TARGET_MODULES = tuple("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj".split())
 """Names of the layers that adapters may change. The last two are those of models that store them as one."""
 ALL_MODULES = "all"
+GPU_LORA_RANK = 64
+"""Largest rank on GPUs if no option says another one: memory for adapters of this rank is allocated at the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """The options of LoRA adapters as the user gave them; a part of ServerArgs."""
 
-    enable_lora: bool = option(False, "serve LoRA adapters, on a CPU; --lora-paths says so too", group=LORA)
+    enable_lora: bool = option(False, "serve LoRA adapters; --lora-paths says so too", group=LORA)
     lora_paths: tuple[str, ...] = option(
         (),
         "adapters that are served from the start, each as name=folder, or as a folder that is its own name",
@@ -27,7 +29,10 @@ class LoraOptions:
         8, "most adapters in the workers' memory, and so in one step; the least recently used makes room", group=LORA
     )
     max_lora_rank: int | None = option(
-        None, "largest rank of an adapter; others are refused (default: any)", group=LORA
+        None,
+        "largest rank of an adapter; others are refused (default: any on a CPU, and on GPUs the largest of --lora-paths, or"
+        f" {GPU_LORA_RANK} without them)",
+        group=LORA,
     )
     lora_target_modules: tuple[str, ...] = option(
         (),

@@ -20,6 +20,7 @@ from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.kv_scales_file import read_scales_file
+from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from srt.utils.page_groups import PageGroups
@@ -335,8 +336,8 @@ def with_adapters(args: ServerArgs, folder: Path) -> ServerArgs:
     if not args.serves_adapters:
         return args
     config = ModelConfig.served_from(folder, args)
-    if not runs_on_cpu(args):
-        raise StartError("--enable-lora works on a CPU only: leave it out, or serve with --device cpu.")
+    if args.tp_size > 1 and not runs_on_cpu(args):
+        raise StartError("--enable-lora on GPUs serves models on one each: leave out --tp, or serve with --device cpu.")
     if config.pooling is not None or config.implementation == "transformers":
         raise StartError(
             f"--enable-lora is not supported for {config.architecture} as it is served here: leave it out."
@@ -344,12 +345,16 @@ def with_adapters(args: ServerArgs, folder: Path) -> ServerArgs:
     limits = AdapterLimits.of(args, config)
     assert limits is not None
     paths = {name: Path(given).expanduser().absolute() for name, given in args.adapter_paths().items()}
+    ranks = []
     for name, path in paths.items():
         try:
-            read_adapter(path, limits)
+            ranks += [layer.rank for layer in read_adapter(path, limits)]
         except ModelError as error:
             raise StartError(f"--lora-paths {name}: {error}") from error
-    return replace(args, lora_paths=tuple(f"{name}={path}" for name, path in paths.items()))
+    most_rank = args.max_lora_rank
+    if most_rank is None and not runs_on_cpu(args):  # the memory for adapters is allocated at the start
+        most_rank = max(ranks, default=GPU_LORA_RANK)
+    return replace(args, lora_paths=tuple(f"{name}={path}" for name, path in paths.items()), max_lora_rank=most_rank)
 
 
 def check_sampling_defaults(config: ModelConfig) -> None:

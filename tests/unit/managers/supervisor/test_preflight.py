@@ -16,14 +16,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from srt.managers.supervisor import preflight
-from srt.managers.supervisor.preflight import ServerPlan, check_and_listen, check_model, check_surroundings, listen
+from srt.managers.supervisor.preflight import (
+    ServerPlan,
+    check_and_listen,
+    check_model,
+    check_surroundings,
+    listen,
+    with_adapters,
+)
 from srt.server_args import ServerArgs
 from srt.utils import checkpoint as checkpoint_files
 from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
 from srt.utils.host import is_loopback
+from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.random_adapter import AdapterSpec, write_adapter
 
 
 def args_for(folder: Path) -> ServerArgs:
@@ -276,3 +285,20 @@ def test_models_that_cannot_be_divided_into_stages_are_refused(qwen3_checkpoint:
     ):
         with pytest.raises(StartError, match=f"^{sentence}"):
             check_model(args(**options))
+
+
+def test_the_largest_rank_of_adapters_is_known_at_the_start_on_a_gpu(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    """Their memory is allocated then; on a CPU each takes what it needs."""
+    write_adapter(tmp_path / "red", qwen3_checkpoint, AdapterSpec(ranks={"k_proj": 6}))
+    args = ServerArgs(model_path="m", device="cuda", enable_lora=True)
+    paths = (f"red={tmp_path / 'red'}",)
+    cases: list[tuple[dict[str, Any], int | None]] = [
+        ({}, GPU_LORA_RANK),
+        ({"lora_paths": paths}, 6),
+        ({"lora_paths": paths, "max_lora_rank": 32}, 32),
+        ({"lora_paths": paths, "device": "cpu"}, None),
+    ]
+    for options, expected in cases:
+        assert with_adapters(replace(args, **options), qwen3_checkpoint).max_lora_rank == expected
+    with pytest.raises(StartError, match="--enable-lora on GPUs serves models on one each"):
+        with_adapters(replace(args, tp_size=2), qwen3_checkpoint)
