@@ -55,7 +55,7 @@ def _shrink_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
 
 
 def _expand_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
-    constants = {**_OUTPUTS, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": 64 if block_m < 64 else 128, "BLOCK_R": RANK}
+    constants = {**_OUTPUTS, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": 256 if block_m < 64 else 128, "BLOCK_R": RANK}
     constants |= {"DOT": dot_dtype(dtype)}
     return _build(f"expand_tile of {block_m}", expand_tile_kernel, dtype, constants, pdl=int(LATE))
 

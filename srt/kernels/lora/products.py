@@ -23,7 +23,7 @@ MOST_SINGLE_TOKENS: Final = 16
 """Up to this many tokens are taken one by one."""
 _NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
 """Of the inputs, by rows of a tile."""
-_BLOCK_OUTPUTS: Final = {1: 64, 16: 64, 32: 64, 64: 128}
+_BLOCK_OUTPUTS: Final = {1: 64, 16: 256, 32: 64, 64: 128}
 """Outputs of a program of `expand`, by rows of a tile; 1: tokens are taken one by one."""
 _MOST_SINGLE_PARTS: Final = 64
 _BLOCK_LOW: Final = 64
