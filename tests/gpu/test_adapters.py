@@ -55,7 +55,7 @@ def test_tokens_equal_those_of_the_merged_models(
     checkpoint: CheckpointFactory, tmp_path: Path, family: str, captures: bool
 ) -> None:
     """All adapters and the model itself in the same steps, in chunks and with cached prefixes; then each case alone."""
-    folder = checkpoint(family, tied=False)
+    folder = checkpoint(family, tied=family == "gemma2")  # which some versions of transformers tie in any case
     cases = cases_of(folder, tmp_path, 5)
     runner = adapted_runner(folder, captures)
     for name in SPECS:
