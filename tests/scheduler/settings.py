@@ -137,7 +137,7 @@ class Settings:
             arrival_gap=load * step_time * longest_answer / num_slots,
             step_time=step_time,
             row_us=rng.choice((0.0, 20.0)),
-            token_us=rng.choice((0.0, 10.0, 50.0, 300.0)),
+            token_us=rng.choice((100.0, 0.0, 50.0, 300.0)),
             pair_us=rng.choice((0.0, 0.0, 0.3)),
             stall=rng.choice((0.0, 0.001, 0.01)),
             jitter=rng.choice(((1.0,), (0.5, 1.0, 1.0, 3.0))),

@@ -218,6 +218,8 @@ def draw_text_request(rng: random.Random, choices: list[Choice], stop_share: flo
             stops.append(text[first : first + rng.choice((1, 2, 3, 5))] or "never")
         if rng.random() < 0.7:
             stops, expressions = stops[1:], [rng.choice(EXPRESSIONS)[0]]
+        if stops and len(stops[-1]) > 2:
+            stops.append(stops[-1][1:])  # two that end at the same place
     params = SamplingParams(
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens,
