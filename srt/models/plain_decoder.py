@@ -175,7 +175,7 @@ class PlainLayer(nn.Module):
         """Return (the output of the MLP or the experts for the normed stream, the stream's sum)."""
         name = self._spec.norms.before_feed_forward
         norm = None if name is None else self._modules[name]
-        if isinstance(self._mlp, PlainExperts) and isinstance(norm, RMSNorm):
+        if isinstance(self._mlp, PlainExperts) and isinstance(norm, RMSNorm) and not norm.norm.is_plus_one:
             routed = self._mlp.router(stream, norm.norm)
             return self._mlp.sum(routed), routed.hidden
         normed, hidden = self._normed(name, stream)

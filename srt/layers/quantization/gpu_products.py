@@ -27,10 +27,7 @@ class PackedProduct:
 
     One row is multiplied as it is, even if the format quantises inputs: then reading the weight takes most of the time, and quantising
     would only cost accuracy. More rows are quantised if the format says so, with scales by blocks from 65 rows on. The rest is left to
-    the plain path.
-
-    cuBLASLt in fp8 was faster from two rows on: 8B's steps on an H100 took 4.96 ms instead of 6.46 with 2 rows, 5.94 instead of 6.80 with
-    16 and 8.48 instead of 10.0 with 64 (5.80, 6.52 and 9.15 unquantised).
+    the plain path. On Hopper the streaming kernels take few rows in its place.
     """
 
     packed: Tensor  # [outputs, inputs] e4m3, or [outputs, inputs / 2] bytes of two 4-bit numbers
