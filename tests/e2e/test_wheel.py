@@ -70,6 +70,7 @@ def test_a_wheel_without_a_compiler_holds_the_whole_package_and_fits_everywhere(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_a_wheel_serves_the_shipped_model_with_the_compiled_scheduler(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

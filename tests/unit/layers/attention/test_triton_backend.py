@@ -15,6 +15,7 @@ from tests.unit.kernels.interpreted import run_interpreted
 from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", ["triton_backend", pytest.param("runner_on_triton", marks=pytest.mark.full)])
 def test_in_the_interpreter_it_equals_dense_attention_and_transformers(subject: str) -> None:
     run_interpreted(Path(__file__).with_name(f"interpreted_{subject}.py"))
