@@ -58,18 +58,13 @@ def main() -> int:
         for number in range(1 + options.runs):
             if number == 1:
                 wait_for_graphs(runtime)
-            prompts = [rng.integers(300, vocab_size, n).tolist() for n in lengths_in]
+            prompts = [rng.integers(300, vocab_size, n).tolist() for n in lengths_in]  # others, which no cache has
             begin_s = time.perf_counter()
             answers = runtime.generate(input_ids=prompts, sampling_params=sampling)
             took_s.append(time.perf_counter() - begin_s)
             assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
-        adapted_s = []
-        names = [f"adapter-{number % max(1, options.adapters)}" for number in range(options.requests)]
-        for _ in range(options.runs + 1 if options.adapters else 0):
-            begin_s = time.perf_counter()
-            answers = runtime.generate(input_ids=prompts, sampling_params=sampling, lora_path=names)
-            adapted_s.append(time.perf_counter() - begin_s)
-            assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
+        rounds = [[rng.integers(300, vocab_size, n).tolist() for n in lengths_in] for _ in range(1 + options.runs)]
+        adapted_s = adapted_seconds(runtime, rounds, sampling, options.adapters)
     first_s, *took_s = took_s
     limit_s = shape_limit_s(shape, device, lengths_in, lengths_out)
     tokens = int(lengths_out.sum())
@@ -82,17 +77,29 @@ def main() -> int:
     print(f"(of {', '.join(f'{s:.2f}' for s in took_s)}; the first after the start {first_s:.2f})")
     print(f"{speed:,.0f} output tokens/s; limit {limit:,.0f}; ratio {limit / speed:.2f}")
     if adapted_s:
-        shown = ", ".join(f"{s:.2f}" for s in adapted_s)
-        print(
-            f"with {options.adapters} adapters {min(adapted_s):.2f} s (of {shown}): {min(took_s) / min(adapted_s):.3f}",
-            end=" ",
-        )
-        print("of the throughput without")
+        shown = f"{min(adapted_s):.2f} s (of {', '.join(f'{s:.2f}' for s in adapted_s)})"
+        share = min(took_s) / min(adapted_s)
+        print(f"with {options.adapters} adapters {shown}: {share:.3f} of the throughput without")
     record = {"benchmark": "offline_throughput", "model": options.model_path, "device": asdict(device)}
     figures = {"output_tokens_s": speed, "limit": limit, "seconds": took_s, "first_s": first_s}
     figures |= {"adapters": options.adapters, "adapted_seconds": adapted_s}
     limits.write_jsonl(options.jsonl, {**record, "options": server_options, "versions": limits.versions(), **figures})
     return 0
+
+
+def adapted_seconds(
+    runtime: Runtime, rounds: list[list[list[int]]], sampling: list[dict[str, Any]], num_adapters: int
+) -> list[float]:
+    """Return the seconds of each round of prompts, which take the adapters in turns; none without adapters."""
+    names = [f"adapter-{number % max(1, num_adapters)}" for number in range(len(sampling))]
+    lengths = [one["max_new_tokens"] for one in sampling]
+    took_s = []
+    for prompts in rounds if num_adapters else []:
+        begin_s = time.perf_counter()
+        answers = runtime.generate(input_ids=prompts, sampling_params=sampling, lora_path=names)
+        took_s.append(time.perf_counter() - begin_s)
+        assert [len(answer["output_ids"]) for answer in answers] == lengths
+    return took_s
 
 
 def lora_options(model_folder: str, root: str, options: argparse.Namespace) -> dict[str, Any]:
