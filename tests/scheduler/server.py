@@ -220,6 +220,12 @@ class Server:
         is_gone = self._connected.get(number) is not frontend and not isinstance(message, FrontendHello)
         if not self.is_alive or is_gone:
             return
+        if (
+            isinstance(message, Hostile)
+            and message.is_duplicate
+            and not self.control.books.of_request(number, message.rid)
+        ):
+            return  # what it repeats was refused meanwhile, so it would be a request like any other
         self._busy_at = self._world.now
         if isinstance(message, FrontendHello):
             self._meet(frontend)
