@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=2, help="behind the first; the best is shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--adapters", type=int, default=0, help="then also with so many LoRA adapters, in turns")
+    parser.add_argument("--resident", type=int, help="adapters held at a time (default: all)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
@@ -65,6 +67,7 @@ def main() -> int:
             assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
         rounds = [[rng.integers(300, vocab_size, n).tolist() for n in lengths_in] for _ in range(1 + options.runs)]
         adapted_s = adapted_seconds(runtime, rounds, sampling, options.adapters)
+        grouped_s = grouped_seconds(runtime, rounds[0], sampling, options)
     first_s, *took_s = took_s
     limit_s = shape_limit_s(shape, device, lengths_in, lengths_out)
     tokens = int(lengths_out.sum())
@@ -77,12 +80,10 @@ def main() -> int:
     print(f"(of {', '.join(f'{s:.2f}' for s in took_s)}; the first after the start {first_s:.2f})")
     print(f"{speed:,.0f} output tokens/s; limit {limit:,.0f}; ratio {limit / speed:.2f}")
     if adapted_s:
-        shown = f"{min(adapted_s):.2f} s (of {', '.join(f'{s:.2f}' for s in adapted_s)})"
-        share = min(took_s) / min(adapted_s)
-        print(f"with {options.adapters} adapters {shown}: {share:.3f} of the throughput without")
+        print_adapted(options, min(took_s), adapted_s, grouped_s)
     record = {"benchmark": "offline_throughput", "model": options.model_path, "device": asdict(device)}
     figures = {"output_tokens_s": speed, "limit": limit, "seconds": took_s, "first_s": first_s}
-    figures |= {"adapters": options.adapters, "adapted_seconds": adapted_s}
+    figures |= {"adapters": options.adapters, "adapted_seconds": adapted_s, "grouped_seconds": grouped_s}
     limits.write_jsonl(options.jsonl, {**record, "options": server_options, "versions": limits.versions(), **figures})
     return 0
 
@@ -102,13 +103,44 @@ def adapted_seconds(
     return took_s
 
 
+def grouped_seconds(
+    runtime: Runtime, prompts: list[list[int]], sampling: list[dict[str, Any]], options: argparse.Namespace
+) -> float | None:
+    """Return the seconds without adapters if only as many requests run at a time as resident adapters allow; None if all are resident.
+
+    The requests of an adapter form a group, and the next group begins when a whole one has ended.
+    """
+    if options.resident is None or options.resident >= options.adapters:
+        return None
+    groups = [slice(number, None, options.adapters) for number in range(options.adapters)]
+    begin_s = time.perf_counter()
+    with ThreadPoolExecutor(options.resident) as pool:
+        calls = [pool.submit(runtime.generate, input_ids=prompts[g], sampling_params=sampling[g]) for g in groups]
+        wait(calls)
+    took_s = time.perf_counter() - begin_s
+    assert sum(len(answer["output_ids"]) for call in calls for answer in call.result()) == sum(
+        one["max_new_tokens"] for one in sampling
+    )
+    return took_s
+
+
+def print_adapted(options: argparse.Namespace, base_s: float, adapted_s: list[float], grouped_s: float | None) -> None:
+    shown = f"{min(adapted_s):.2f} s (of {', '.join(f'{s:.2f}' for s in adapted_s)})"
+    print(f"with {options.adapters} adapters {shown}: {base_s / min(adapted_s):.3f} of the throughput without")
+    if grouped_s is not None:
+        share = grouped_s / min(adapted_s)
+        print(
+            f"{options.resident} of them resident: {share:.3f} of that without in the same groups ({grouped_s:.2f} s)"
+        )
+
+
 def lora_options(model_folder: str, root: str, options: argparse.Namespace) -> dict[str, Any]:
     """Write the adapters, if any, and return the options of a server that has them."""
     if not options.adapters:
         return {}
     folders = write_adapters(model_folder, Path(root), options.adapters, options.rank)
     paths = tuple(f"{name}={folder}" for name, folder in folders.items())
-    return {"lora_paths": paths, "max_loras_per_batch": options.adapters}
+    return {"lora_paths": paths, "max_loras_per_batch": options.resident or options.adapters}
 
 
 def shape_limit_s(shape: limits.Shape, device: limits.Device, lengths_in: np.ndarray, lengths_out: np.ndarray) -> float:

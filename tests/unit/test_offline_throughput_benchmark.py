@@ -41,6 +41,21 @@ def test_the_first_run_is_by_itself_and_the_best_of_the_others_counts(
     assert record["output_tokens_s"] == pytest.approx(tokens / min(record["seconds"]))
 
 
+def test_adapters_that_take_turns_in_memory_are_compared_with_groups_of_the_same_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jsonl = tmp_path / "lines"
+    monkeypatch.setattr(limits, "measured", lambda: limits.Device("a device", 1e9, 1e9))
+    monkeypatch.setattr(offline_throughput, "wait_for_graphs", lambda _: None)
+    words = "--model-path tiny --requests 6 --least 2 --most 6 --runs 1 --device cpu --max-total-tokens 1024"
+    words += " --adapters 3 --resident 1 --rank 2 --jsonl"
+    monkeypatch.setattr(sys, "argv", ["offline_throughput", *words.split(), str(jsonl)])
+    assert offline_throughput.main() == 0
+    record = json.loads(jsonl.read_text())
+    share = record["grouped_seconds"] / min(record["adapted_seconds"])
+    assert f"1 of them resident: {share:.3f} of that without in the same groups" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", ["--runs 0", "--requests 0", "--least 0", "--least 9 --most 8"])
 def test_what_makes_no_run_is_refused_before_a_model_is_loaded(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
