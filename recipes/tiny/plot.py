@@ -1,4 +1,4 @@
-"""A loss curve as an SVG file, written by hand so that training needs no plotting library."""
+"""Curves of a training as SVG files, written by hand so that training needs no plotting library."""
 
 from __future__ import annotations
 
@@ -13,27 +13,38 @@ Curve = Sequence[tuple[int, float]]
 
 def loss_svg(curves: Mapping[str, Curve], title: str) -> str:
     """Loss by step, the losses on a logarithmic axis. Each curve is [(step, loss), …]."""
-    steps = [step for curve in curves.values() for step, _ in curve]
-    losses = [max(loss, 1e-6) for curve in curves.values() for _, loss in curve]
-    low, high = math.floor(math.log10(min(losses)) * 2) / 2, math.ceil(math.log10(max(losses)) * 2) / 2
+    exponents = {name: [(step, math.log10(max(loss, 1e-6))) for step, loss in curve] for name, curve in curves.items()}
+    found = [exponent for curve in exponents.values() for _, exponent in curve]
+    low, high = math.floor(min(found) * 2) / 2, math.ceil(max(found) * 2) / 2
     high = max(high, low + 0.5)
-    last = max(steps)
+    ticks = [low + tick / 2 for tick in range(round((high - low) * 2) + 1)]
+    return _svg(exponents, title, {exponent: f"{10**exponent:.3g}" for exponent in ticks})
+
+
+def share_svg(curves: Mapping[str, Curve], title: str) -> str:
+    """Shares between 0 and 1 by step."""
+    return _svg(curves, title, {tick / 5: f"{tick / 5:.1f}" for tick in range(6)})
+
+
+def _svg(curves: Mapping[str, Curve], title: str, ticks: Mapping[float, str]) -> str:
+    """Curves over steps. `ticks` are the labels of heights, from the lowest to the highest."""
+    last = max(step for curve in curves.values() for step, _ in curve)
+    low, high = min(ticks), max(ticks)
 
     def x(step: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / last
+        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(last, 1)
 
-    def y(exponent: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (high - exponent) / (high - low)
+    def y(value: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{WIDTH / 2}" y="18" text-anchor="middle" font-size="14">{title}</text>',
     ]
-    for tick in range(round((high - low) * 2) + 1):
-        exponent = low + tick / 2
-        parts.append(_line(LEFT, y(exponent), WIDTH - RIGHT, y(exponent), "#dddddd"))
-        parts.append(f'<text x="{LEFT - 6}" y="{y(exponent) + 4:.1f}" text-anchor="end">{10**exponent:.3g}</text>')
+    for value, label in ticks.items():
+        parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), "#dddddd"))
+        parts.append(f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{label}</text>')
     for tick in range(6):
         step = last * tick / 5
         parts.append(_line(x(step), HEIGHT - BOTTOM, x(step), HEIGHT - BOTTOM + 5, "#888888"))
@@ -41,7 +52,7 @@ def loss_svg(curves: Mapping[str, Curve], title: str) -> str:
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
     for index, (name, curve) in enumerate(curves.items()):
         color = COLORS[index % len(COLORS)]
-        points = " ".join(f"{x(step):.1f},{y(math.log10(max(loss, 1e-6))):.1f}" for step, loss in curve)
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(
             f'<text x="{WIDTH - RIGHT - 8}" y="{TOP + 18 + 16 * index}" text-anchor="end" fill="{color}">{name}</text>'

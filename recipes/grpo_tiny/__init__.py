@@ -1,0 +1,1 @@
+"""Reinforcement learning against a running server: generate, reward, update, push the weights."""
