@@ -244,10 +244,10 @@ class WindowPages:
             pages, since = line.popleft()
             self._num_in_lines -= len(pages)
             unused = self._still_unused(pages, since)
-            if len(unused) > missing:
-                line.appendleft((unused[missing:], since))
+            if len(unused) > missing:  # the last go first, as those before them may still be found as a prefix
+                line.appendleft((unused[:-missing], since))
                 self._num_in_lines += len(unused) - missing
-                unused = unused[:missing]
+                unused = unused[-missing:]
             self._detach(unused)
             missing -= len(unused)
         return self._allocator.allocate(count)

@@ -12,7 +12,7 @@ from typing import Final
 
 from srt.utils.layer_spec import LayerSpec
 
-WINDOWS_OF_A_REQUEST: Final = 12
+WINDOWS_OF_A_REQUEST: Final = 11.4
 """Length, in windows, of the request for which the memory is divided: requests that are longer lack pages of the first group first, and
 shorter ones pages of the window group. See docs/decisions/page-groups.md."""
 MOST_CHUNK: Final = 8192  # prompt tokens of one step for which a window group must have room
@@ -82,4 +82,4 @@ class MemoryShares:
         longest = min(self.context_length, WINDOWS_OF_A_REQUEST * window)
         chunk = min(self.chunk if self.chunk > 0 else MOST_CHUNK, MOST_CHUNK)
         least = (window + chunk) // self.page_size + 2
-        return max(least, -(-num_tokens * window // (longest * self.page_size)))
+        return max(least, -(-num_tokens * window // int(longest * self.page_size)))
