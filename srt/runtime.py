@@ -221,6 +221,52 @@ class Runtime:
         """
         return self._engine.run(self._engine.update_tensors(safetensors, weight_version, abort_all_requests))
 
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str | None = None,
+    ) -> None:
+        """Join the group of a trainer, as POST /init_weights_update_group does. It must create its side meanwhile, in another thread."""
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        self._engine.run(self._engine.join_update_group(body))
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = "weight_update_group",
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+        load_format: str | None = None,
+    ) -> UpdatedWeights:
+        """Replace these weights by tensors that the trainer broadcasts meanwhile, as POST /update_weights_from_distributed does."""
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group_name,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+            "load_format": load_format,
+        }
+        return self._engine.run(self._engine.receive_weights(body))
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
+        """Leave a group."""
+        self._engine.run(self._engine.leave_update_group({"group_name": group_name}))
+
     def weights_checker(self) -> WeightHashes:
         """Return a hash of each weight of each rank, as POST /weights_checker does."""
         return self._engine.run(self._engine.weight_hashes())

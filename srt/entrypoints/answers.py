@@ -301,6 +301,11 @@ class UpdatedWeights(TypedDict):
     num_paused_requests: Annotated[Count, "Requests that waited for the update, and go on with the new weights."]
 
 
+class Succeeded(TypedDict):
+    success: Annotated[Literal[True], "Always true: a refusal has another status."]
+    message: Annotated[str, "One sentence that says what was done."]
+
+
 class RankHashes(TypedDict):
     dp_rank: Annotated[Count, "The number of the replica."]
     rank: Annotated[Count, "The number of the rank in its replica."]

@@ -19,6 +19,7 @@ from srt.entrypoints import (
     profiling,
     tokenizing,
     web_page,
+    weight_groups,
     weights,
 )
 from srt.entrypoints.anthropic import messages
@@ -78,6 +79,9 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/abort_request": {"POST": native.abort_request},
     "/update_weights_from_disk": {"POST": weights.update_weights_from_disk},
     "/update_weights_from_tensor": {"POST": weights.update_weights_from_tensor},
+    "/init_weights_update_group": {"POST": weight_groups.init_weights_update_group},
+    "/update_weights_from_distributed": {"POST": weight_groups.update_weights_from_distributed},
+    "/destroy_weights_update_group": {"POST": weight_groups.destroy_weights_update_group},
     "/weights_checker": {"POST": weights.weights_checker},
     "/get_weights_by_name": {"POST": weights.get_weights_by_name},
     "/update_weight_version": {"POST": weights.update_weight_version},

@@ -27,6 +27,7 @@ from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_genera
 from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
+from srt.entrypoints.weight_groups import DestroyGroupBody, InitGroupBody, ReceiveBody, join, leave, receive
 from srt.entrypoints.weights import (
     NamedBody,
     RenameBody,
@@ -232,6 +233,15 @@ class LocalEngine:
 
     async def update_tensors(self, file: bytes, version: str, aborts: bool) -> UpdatedWeights:
         return await update_from_tensors(file, version, self._service, aborts=aborts)
+
+    async def join_update_group(self, body: dict[str, Any]) -> None:
+        await join(InitGroupBody.parse(body), self._service)
+
+    async def receive_weights(self, body: dict[str, Any]) -> UpdatedWeights:
+        return await receive(ReceiveBody.parse(body), self._service)
+
+    async def leave_update_group(self, body: dict[str, Any]) -> None:
+        await leave(DestroyGroupBody.parse(body), self._service)
 
     async def weight_hashes(self) -> WeightHashes:
         return await checksums(self._service)

@@ -38,9 +38,6 @@ UNSUPPORTED = {
     "/slow_down": "cannot be slowed down: /pause_generation stops it for a while",
     **dict.fromkeys(
         (
-            "/init_weights_update_group",
-            "/destroy_weights_update_group",
-            "/update_weights_from_distributed",
             "/update_weights_from_ipc",
             "/begin_weight_update",
             "/end_weight_update",

@@ -20,6 +20,7 @@ from srt.entrypoints import (
     profiling,
     tokenizing,
     web_page,
+    weight_groups,
     weights,
 )
 from srt.entrypoints.answer_schemas import answer_schema
@@ -224,6 +225,15 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
                 weights.ABORTS: ({"enum": ["true", "false"]}, "End what runs."),
             },
             errors=(*_BODY, 503),
+        ),
+        weight_groups.init_weights_update_group: Operation(
+            "Weights", answers.Succeeded, body=weight_groups.InitGroupBody, errors=(*_BODY, 503)
+        ),
+        weight_groups.update_weights_from_distributed: Operation(
+            "Weights", answers.UpdatedWeights, body=weight_groups.ReceiveBody, errors=(*_BODY, 503)
+        ),
+        weight_groups.destroy_weights_update_group: Operation(
+            "Weights", answers.Succeeded, body=weight_groups.DestroyGroupBody, errors=(*_BODY, 503)
         ),
         weights.weights_checker: Operation(
             "Weights", answers.WeightHashes, body=weights.CheckBody, errors=(*_BODY, 503)

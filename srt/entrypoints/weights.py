@@ -124,10 +124,10 @@ async def update_weight_version(exchange: Exchange, service: Service) -> None:
 
 
 async def checksums(service: Service) -> WeightHashes:
-    replies = await service.engine().inspect_weights(InspectWeights())
+    replies = await service.engine().ask_ranks(InspectWeights())
     ranks: list[RankHashes] = []
     for replica, reply in replies.items():
-        _check_done(reply)
+        check_done(reply)
         for rank, values in sorted(_by_rank(reply).items()):
             hashes = {name: str(value) for name, value in values.items()}
             ranks.append({"dp_rank": replica, "rank": rank, "checksums": hashes})
@@ -138,9 +138,9 @@ async def named_weight(body: NamedBody, service: Service) -> list[Any]:
     """Return rows of the tensor, or elements if it is a vector, put together from the parts of the ranks of one replica."""
     if not 1 <= body.truncate_size <= MAX_ROWS:
         raise bad_parameter("truncate_size", f"must be from 1 to {MAX_ROWS}")
-    replies = await service.engine().inspect_weights(InspectWeights(body.name, body.truncate_size))
+    replies = await service.engine().ask_ranks(InspectWeights(body.name, body.truncate_size))
     reply = next(iter(replies.values()))
-    _check_done(reply)
+    check_done(reply)
     parts = {int(str(part["start"])): part for part in _by_rank(reply).values()}  # ranks may have the same part
     rows = [orjson.loads(str(parts[start]["rows"])) for start in sorted(parts)]
     if next(iter(parts.values()))["dim"] == 0:
@@ -148,7 +148,7 @@ async def named_weight(body: NamedBody, service: Service) -> list[Any]:
     return [list(itertools.chain.from_iterable(of_row)) for of_row in zip(*rows, strict=True)]
 
 
-def _check_done(reply: ControlReply) -> None:
+def check_done(reply: ControlReply) -> None:
     if not reply.ok:
         raise RequestError(400, reply.message)
 

@@ -29,9 +29,10 @@ from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
 from srt.model_executor.step.step_output import StepOutput
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlanner
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
+from srt.model_executor.update_groups import UpdateGroups
 from srt.model_executor.weight_inspection import inspect_weights
 from srt.model_executor.weight_update import update_weights
-from srt.protocol.engine_work import InspectWeights, LoadWeights
+from srt.protocol.engine_work import InspectWeights, LoadWeights, ReceiveWeights
 from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -53,6 +54,7 @@ class ModelRunner:
         self._sampler = sampler
         self._decode_runner = graphs.decodes
         self._adapters = None if loaded.adapters is None else loaded.adapters.step
+        self.update_groups = UpdateGroups(loaded)
         self._planner = self._new_planner()
 
     def _new_planner(self) -> StepPlanner:
@@ -98,9 +100,9 @@ class ModelRunner:
         self._planner = self._new_planner()
 
     @torch.inference_mode()
-    def update_weights(self, work: LoadWeights, report: Callable[[], None]) -> str:
-        """Replace the weights in place (weight_update.py), and whatever was made of them. Return the version of the files."""
-        files = update_weights(self.loaded, work, report)
+    def update_weights(self, work: LoadWeights | ReceiveWeights, report: Callable[[], None]) -> str:
+        """Replace the weights in place (weight_update.py), and whatever was made of them. Return the version of the files, if any."""
+        files = update_weights(self.loaded, work, self.update_groups, report)
         step = None if self._decode_runner is None else self._decode_runner.cpu_step
         if step is not None:
             step.read_weights_again()

@@ -6,16 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from srt.model_executor.loaded_model import LoadedModel, resolve_ops
+from srt.model_executor.update_groups import UpdateGroups
+from srt.model_loader.weight_sources import FolderSource, TensorSource, WeightSource
 from srt.model_loader.weight_update import WeightUpdate
 from srt.models.causal_lm import CausalLM
-from srt.protocol.engine_work import LoadWeights
+from srt.protocol.engine_work import LoadWeights, ReceiveWeights
 from srt.utils.checkpoint import version_of
 from srt.utils.errors import StartError, UpdateError
 from srt.utils.model_config import ModelConfig
 
 
-def update_weights(loaded: LoadedModel, work: LoadWeights, report: Callable[[], None]) -> str:
-    """Replace this rank's weights by those in a folder; return the version of its files (`version_of`).
+def update_weights(
+    loaded: LoadedModel, work: LoadWeights | ReceiveWeights, groups: UpdateGroups, report: Callable[[], None]
+) -> str:
+    """Replace this rank's weights by those in a folder or from a group; return the version of the files (`version_of`), if there are any.
 
     UpdateError on every rank if one of them cannot. Any other error leaves the weights mixed, so that the process must end. `report` is
     called whenever there is progress.
@@ -23,19 +27,25 @@ def update_weights(loaded: LoadedModel, work: LoadWeights, report: Callable[[], 
     update, files, error = None, "", ""
     try:
         _check_supported(loaded)
-        files = version_of(work.folder)
-        if not work.is_partial:
-            _check_config(loaded, work.folder)
+        is_partial = isinstance(work, ReceiveWeights) or work.is_partial
+        if isinstance(work, ReceiveWeights):
+            received = groups.receive(work, report)
+            source: WeightSource = TensorSource(received, f"from the group {work.group}")
+        else:
+            files = version_of(work.folder)
+            if not work.is_partial:
+                _check_config(loaded, work.folder)
+            source = FolderSource(work.folder)
         ops = resolve_ops(loaded.args, loaded.device)
-        place = loaded.our_model, loaded.config, loaded.tp, ops, loaded.dtype, work.folder
-        update = WeightUpdate(*place, is_partial=work.is_partial, report=report)
+        place = loaded.our_model, loaded.config, loaded.tp, ops, loaded.dtype, source
+        update = WeightUpdate(*place, is_partial=is_partial, report=report)
         update.check()
-        if version_of(work.folder) != files:
+        if isinstance(work, LoadWeights) and version_of(work.folder) != files:
             raise UpdateError(f"The files in {work.folder} were changed while they were read.")
     except (UpdateError, StartError) as reason:
         error = str(reason)
     except (MemoryError, OSError, RuntimeError) as reason:  # among them PyTorch's for too little memory
-        error = f"The weights in {work.folder} cannot be loaded: {type(reason).__name__}: {reason}"
+        error = f"The new weights cannot be loaded: {type(reason).__name__}: {reason}"
     if not loaded.tp.min_int(int(not error)):
         raise UpdateError(error or "Another rank could not load the weights.")
     assert update is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from srt.layers.quantization.weight import LinearWeight, PlainWeight
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.model_loader.loader import clear_padding, finish, materialize
 from srt.model_loader.safetensors_weights import check_checkpoint
-from srt.model_loader.weight_copy import copy_weights
+from srt.model_loader.weight_sources import WeightSource
 from srt.models.causal_lm import CausalLM
-from srt.utils.checkpoint import read_headers
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 
@@ -32,7 +30,7 @@ _Part = tuple[str, WeightedModule, list[WeightPiece]]
 
 
 class WeightUpdate:
-    """The weights in a folder, for a model that runs. `check` reads all of them and changes nothing; `write` puts them in place."""
+    """New weights for a model that runs. `check` reads all of them and changes nothing; `write` puts them in place."""
 
     def __init__(
         self,
@@ -41,22 +39,22 @@ class WeightUpdate:
         tp: TensorParallel,
         ops: LayerOps,
         dtype: torch.dtype,
-        folder: str,
+        source: WeightSource,
         *,
         is_partial: bool = False,
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """Read what the files hold. `is_partial`: they may lack tensors of the model. `report` is called whenever there is progress."""
+        """`is_partial`: the source may lack tensors of the model. `report` is called whenever there is progress."""
         self._model = model
         self._config = config
         self._tp = tp
         self._ops = ops
         self._dtype = dtype
         self._device = model.lm_head.weight.device
-        self._folder = Path(folder)
+        self._source = source
         self._is_partial = is_partial
         self._report = report
-        self._headers = read_headers(folder)
+        self._headers = source.headers
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -77,11 +75,11 @@ class WeightUpdate:
             torch.cuda.empty_cache()
 
     def _parts(self) -> Iterator[_Part]:
-        """Yield each module that has weights in these files, without memory, with its path and the pieces of its weights."""
+        """Yield each module that has weights in the source, without memory, with its path and the pieces of its weights."""
         with torch.device("meta"):
             new = CausalLM(self._config, self._tp, self._ops).eval()
         pieces = new.weight_pieces(self._headers)
-        check_checkpoint(self._folder, self._config, self._headers, pieces, is_partial=self._is_partial)
+        check_checkpoint(self._source.place, self._config, self._headers, pieces, is_partial=self._is_partial)
         of_owner: dict[int, list[WeightPiece]] = {}
         for piece in pieces:
             of_owner.setdefault(id(piece.owner), []).append(piece)
@@ -103,11 +101,7 @@ class WeightUpdate:
             for theirs, ours in _pairs(path, old, new):
                 ours.copy_(theirs)
         stored = [piece for piece in pieces if piece.name in self._headers]
-        if (
-            self._device.type == "cuda"
-        ):  # copies run on other streams, and must not meet what is still under way on this one
-            torch.cuda.current_stream(self._device).synchronize()
-        copy_weights(self._headers, stored, self._device, lambda done, total: self._report())
+        self._source.copy(stored, self._device, self._report)
         finish(new, self._dtype, self._device)
         return list(_pairs(path, old, new))
 

@@ -47,7 +47,37 @@ class InspectWeights(Wire, frozen=True, tag=5):
     num_rows: int = 0
 
 
-Work = ResetTables | InspectTables | CaptureGraph | LoadWeights | InspectWeights
+class JoinUpdateGroup(Wire, frozen=True, tag=6):
+    """Meet a trainer, which is rank 0, at a port of its host. This replica's ranks are those from `rank_offset` on."""
+
+    name: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str  # gloo or nccl; empty: what the device takes
+
+
+class ReceiveWeights(Wire, frozen=True, tag=7):
+    """Replace weights by tensors that the trainer sends over a group: one after the other, or if they `are_joined` as the bytes of all."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]  # as in safetensors files
+    shapes: list[list[int]]
+    are_joined: bool
+
+
+class LeaveUpdateGroup(Wire, frozen=True, tag=8):
+    """Close a group."""
+
+    name: str
+
+
+WeightsSight = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup
+"""Work that leaves the weights as they are."""
+WeightsWork = LoadWeights | ReceiveWeights | WeightsSight
+Work = ResetTables | InspectTables | CaptureGraph | WeightsWork
 
 
 # ---- The ledger
@@ -79,14 +109,14 @@ class EngineLedger(Wire, frozen=True):
 
 
 class UpdateWeights(Wire, frozen=True, tag=12):
-    """Replace the weights, and forget all cached prefixes; or look at them. Answered by ControlReply when all ranks have done it, or none.
+    """Replace the weights, and forget all cached prefixes. Answered by ControlReply when all ranks have done it, or none.
 
     Meanwhile no step is planned. Running requests are ended if `aborts`. Otherwise, unless a pause keeps them where they are, they are
-    preempted, so that all of their keys and values are computed again. Those who look on change nothing.
+    preempted, so that all of their keys and values are computed again. A WeightsSight leaves requests and cache as they are.
     """
 
     call: int
-    work: LoadWeights | InspectWeights
+    work: WeightsWork
     version: str  # the name of the weights from then on; empty: unchanged
     aborts: bool
 

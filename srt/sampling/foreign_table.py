@@ -273,6 +273,21 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "recapture_cuda_graph": {"sglang": (False,)}, "rid": {"sglang": (None,)}, "token_step": {"sglang": (0,)},
         "torch_empty_cache": {"sglang": (False,)}, "weight_version": {"sglang": (None,)},
     },
+    "init_weights_update_group": {
+        "backend": {"sglang": ("nccl",)}, "group_name": {"sglang": ("weight_update_group",)},
+        "http_worker_ipc": {"sglang": (None,)}, "master_address": {"sglang": ()}, "master_port": {"sglang": ()},
+        "rank_offset": {"sglang": ()}, "rid": {"sglang": (None,)}, "world_size": {"sglang": ()},
+    },
+    "update_weights_from_distributed": {
+        "abort_all_requests": {"sglang": (False,)}, "dtypes": {"sglang": ()}, "flush_cache": {"sglang": (True,)},
+        "group_name": {"sglang": ("weight_update_group",)}, "http_worker_ipc": {"sglang": (None,)},
+        "load_format": {"sglang": (None,)}, "names": {"sglang": ()}, "rid": {"sglang": (None,)},
+        "shapes": {"sglang": ()}, "torch_empty_cache": {"sglang": (False,)}, "weight_version": {"sglang": (None,)},
+    },
+    "destroy_weights_update_group": {
+        "group_name": {"sglang": ("weight_update_group",)}, "http_worker_ipc": {"sglang": (None,)},
+        "rid": {"sglang": (None,)},
+    },
     "weights_checker": {
         "action": {"sglang": ("checksum",)}, "allow_quant_error": {"sglang": (False,)},
         "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)},

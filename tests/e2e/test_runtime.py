@@ -210,7 +210,7 @@ def test_weights_are_updated_looked_at_and_named(runtime: srt.Runtime, endless_c
     with pytest.raises(RequestError, match="is not a folder"):
         runtime.update_weights_from_disk("/absent")
     with pytest.raises(AttributeError, match="cannot replace weights in this way"):
-        runtime.init_weights_update_group  # noqa: B018
+        runtime.update_weights_from_ipc  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.mem_cache.tables_hash import tables_hash
-from srt.protocol.engine_work import InspectTables, InspectWeights, LoadWeights
+from srt.protocol.engine_work import (
+    InspectTables,
+    InspectWeights,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
+    LoadWeights,
+    ReceiveWeights,
+)
 from srt.protocol.messages import (
     Admission,
     Int64Array,
@@ -65,6 +72,8 @@ class FakeWorker:
             return WorkDone(work.step, 0, {"files": f"those of {work.work.folder}"})
         if isinstance(work.work, InspectWeights):
             return WorkDone(work.step, 0, {"rows": f"[{work.work.name}]"})
+        if isinstance(work.work, JoinUpdateGroup | LeaveUpdateGroup | ReceiveWeights):
+            return WorkDone(work.step, 0, {})
         assert isinstance(work.work, InspectTables)
         values: dict[str, Scalar] = {"tables_hash": tables_hash({slot: s.pages for slot, s in self._slots.items()})}
         return WorkDone(work.step, 0, values)

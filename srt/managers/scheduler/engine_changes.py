@@ -11,7 +11,14 @@ from srt.managers.scheduler.core import SchedulerCore
 from srt.managers.scheduler.effects import Effect, Record, ToFrontend, ToWorkers
 from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.worker_stream import EngineChange
-from srt.protocol.engine_work import EngineLedger, InspectWeights, UpdateWeights, WeightsSource, WeightVersion
+from srt.protocol.engine_work import (
+    EngineLedger,
+    LoadWeights,
+    UpdateWeights,
+    WeightsSight,
+    WeightsSource,
+    WeightVersion,
+)
 from srt.protocol.messages import ControlReply, WorkPlan
 
 
@@ -39,7 +46,7 @@ class EngineChanges:
     @property
     def keeps_rows(self) -> bool:
         """True if the change under way leaves running requests where they are."""
-        return self.pauses.is_on or (self._change is not None and isinstance(self._change.work, InspectWeights))
+        return self.pauses.is_on or (self._change is not None and isinstance(self._change.work, WeightsSight))
 
     def record(self, frontends: Iterable[int]) -> list[Effect]:
         """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
@@ -87,11 +94,13 @@ class EngineChanges:
         if change.errors:
             return _answer(change, ControlReply(change.call, False, change.errors[0], {}), clients)
         work = change.work
-        if isinstance(work, InspectWeights):
+        if isinstance(work, WeightsSight):
             return _answer(change, ControlReply(change.call, True, "", change.values), clients)
         core.memory.retire(core.planner.running())
         # What came as tensors is kept in no folder, and an update of some tensors makes a whole that is in none.
-        source = WeightsSource("", "") if work.is_partial else WeightsSource(work.folder, str(change.values["files"]))
+        source = WeightsSource("", "")
+        if isinstance(work, LoadWeights) and not work.is_partial:
+            source = WeightsSource(work.folder, str(change.values["files"]))
         version = change.version or self._ledger.weight_version
         effects = self._become(replace(self._ledger, weights=source, weight_version=version), clients)
         num_paused = core.planner.num_waiting + core.slots.num_used

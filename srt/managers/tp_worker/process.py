@@ -27,7 +27,17 @@ from srt.managers.tp_worker.resources import Loader, ResourceThreads
 from srt.managers.tp_worker.worker_link import WorkerLink
 from srt.managers.tp_worker.worker_times import WorkerTimes
 from srt.protocol.codec import protocol_hash
-from srt.protocol.engine_work import CaptureGraph, InspectTables, InspectWeights, LoadWeights, ResetTables, Work
+from srt.protocol.engine_work import (
+    CaptureGraph,
+    InspectTables,
+    InspectWeights,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
+    LoadWeights,
+    ReceiveWeights,
+    ResetTables,
+    Work,
+)
 from srt.protocol.messages import (
     ChildStart,
     PlanSection,
@@ -240,10 +250,16 @@ class TpWorker:
                     gc.collect()
                     gc.freeze()
                 return {"size": size, "num_left": graphs.num_left}
-            case LoadWeights():
+            case LoadWeights() | ReceiveWeights():
                 return {"files": self._runner.update_weights(work, self._note_progress)}
             case InspectWeights():
                 return self._runner.inspect_weights(work, self._note_progress)
+            case JoinUpdateGroup():
+                self._runner.update_groups.join(work, self._note_progress)
+                return {}
+            case LeaveUpdateGroup():
+                self._runner.update_groups.leave(work.name)
+                return {}
             case _:
                 assert_never(work)
 

@@ -22,6 +22,7 @@ from srt.entrypoints.parsing import ParseCallsBody, SeparateReasoningBody
 from srt.entrypoints.profiling import StartBody
 from srt.entrypoints.request_schema import RequestBody
 from srt.entrypoints.tokenizing import DetokenizeBody, TokenizeBody
+from srt.entrypoints.weight_groups import DestroyGroupBody, InitGroupBody, ReceiveBody
 from srt.entrypoints.weights import CheckBody, NamedBody, RenameBody, UpdateFromDiskBody
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.sampling import foreign_fields
@@ -48,6 +49,9 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (UpdateFromDiskBody, {"model_path": "a"}),
     (RenameBody, {"new_version": "a"}),
     (CheckBody, {}),
+    (InitGroupBody, {"master_address": "host", "master_port": 1, "rank_offset": 1, "world_size": 2}),
+    (ReceiveBody, {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}),
+    (DestroyGroupBody, {}),
     (NamedBody, {"name": "a"}),
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),

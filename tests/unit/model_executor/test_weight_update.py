@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.model_executor.model_runner import ModelRunner
-from srt.protocol.engine_work import LoadWeights
+from srt.protocol.engine_work import LoadWeights, ReceiveWeights
 from srt.utils.errors import UpdateError
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
@@ -64,12 +64,53 @@ def test_an_updated_runner_is_like_one_that_was_started_with_the_new_weights(
     assert drawn(runner) == before
 
 
+def receive(runner: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update by the tensors of a checkpoint as if a trainer had sent them."""
+    tensors = load_file(folder / "model.safetensors")
+    monkeypatch.setattr(runner.update_groups, "receive", lambda work, report: tensors)
+    runner.update_weights(ReceiveWeights("group", [], [], [], False), lambda: None)
+
+
+@pytest.mark.parametrize(("family", "options"), WAYS)
+def test_tensors_in_memory_are_loaded_like_files(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
+) -> None:
+    new = checkpoint(family, seed=1)
+    runner = make_runner(checkpoint(family), 16, **options)
+    receive(runner, new, monkeypatch)
+    check_equal(runner, make_runner(new, 16, **options))
+
+
+def test_every_rank_cuts_its_part_of_tensors_in_memory(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+
+    def work(tp: TensorParallel) -> bool:
+        runner = make_runner(old, 16, tp, dtype="float32")
+        receive(runner, new, monkeypatch)
+        return drawn(runner) == drawn(make_runner(new, 16, tp, dtype="float32"))
+
+    assert run_ranks(2, tmp_path, work) == [True, True]
+
+
 @pytest.mark.parametrize("how", ["fp8 weights", "packed int4 with zeros", "gptq"])
 def test_quantised_weights_are_updated_too(checkpoint: CheckpointFactory, tmp_path: Path, how: str) -> None:
     plain = [checkpoint("qwen3", seed=seed) for seed in (0, 1)]
     folders = [write_quantised(one, tmp_path / one.name, WEIGHT_ONLY[how])[0] for one in plain]
     runner, fresh = (make_runner(folder, 16, dtype="bfloat16") for folder in folders)
     update(runner, folders[1])
+    check_equal(runner, fresh)
+
+
+@pytest.mark.parametrize("how", ["fp8 weights", "packed int4 with zeros", "gptq"])
+def test_quantised_tensors_may_come_from_memory(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    plain = [checkpoint("qwen3", seed=seed) for seed in (0, 1)]
+    folders = [write_quantised(one, tmp_path / one.name, WEIGHT_ONLY[how])[0] for one in plain]
+    runner, fresh = (make_runner(folder, 16, dtype="bfloat16") for folder in folders)
+    receive(runner, folders[1], monkeypatch)
     check_equal(runner, fresh)
 
 

@@ -8,9 +8,13 @@ from msgspec.structs import replace
 from srt.protocol.engine_work import (
     EngineLedger,
     InspectWeights,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
     LoadWeights,
+    ReceiveWeights,
     SetWeightVersion,
     UpdateWeights,
+    WeightsSight,
     WeightsSource,
     WeightVersion,
 )
@@ -139,9 +143,22 @@ def test_who_looks_at_the_weights_changes_nothing() -> None:
     assert (host.ledger, admissions(host), host.ids(1)) == (None, [0], expected_ids(MADE))
 
 
-def test_weights_of_tensors_are_kept_in_no_folder() -> None:
+@pytest.mark.parametrize(
+    "work", [JoinUpdateGroup("group", "host", 1, 1, 3, ""), LeaveUpdateGroup("group")], ids=["join", "leave"]
+)
+def test_joining_and_leaving_a_group_leaves_requests_and_weights_as_they_are(work: WeightsSight) -> None:
+    host = running(tp_size=2)
+    host.say(replace(update(), work=work, version=""))
+    host.run()
+    assert reply(host).ok and (host.ledger, admissions(host), host.ids(1)) == (None, [0], expected_ids(MADE))
+
+
+@pytest.mark.parametrize(
+    "work", [LoadWeights("new", is_partial=True), ReceiveWeights("group", ["norm"], ["F32"], [[1]], False)]
+)
+def test_weights_of_tensors_are_kept_in_no_folder(work: LoadWeights | ReceiveWeights) -> None:
     host = running()
-    host.say(update(work=LoadWeights("new", is_partial=True)))
+    host.say(replace(update(), work=work))
     host.run()
     assert host.ledger == replace(UPDATED, weights=WeightsSource("", ""))
 
