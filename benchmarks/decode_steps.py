@@ -84,7 +84,9 @@ class Steps:
     def run(self, num_rows: int, count: int) -> float:
         """Seconds that so many steps of the first rows take, one of them always ahead of what is read."""
         empty = int32_array()
-        section = PlanSection([], self._empty, empty, empty, empty, empty, int32_array(range(num_rows)))
+        section = PlanSection(
+            [], self._empty, empty, empty, empty, empty, int32_array(range(num_rows)), self._runner.max_row_tokens
+        )
         begin_s, before = time.perf_counter(), None
         for _ in range(count):
             step = self._run(section)

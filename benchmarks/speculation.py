@@ -50,6 +50,9 @@ class AnyDrafter:
     def read_prompts(self, section: PlanSection) -> None:
         """Do nothing."""
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        """Do nothing."""
+
     def can_draft_ahead(self, slots: Ints) -> bool:
         return True
 

@@ -176,6 +176,11 @@ def _engines(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
     ]
     if lengths:
         page.gauge("sglang:spec_accept_length", "Tokens that a row with drafts gets in a step, on average.", lengths)
+        page.gauge(
+            "srt:spec_draft_tokens",
+            "Drafts that a row may bring in the latest step; 0 where steps without drafts bring more tokens in their time.",
+            [(labels, engine["row_tokens"] - 1) for labels, engine in engines if engine["num_verified_rows"]],
+        )
     states = [({**labels, "state": state}, num) for labels, engine in engines for state, num in _pages(engine).items()]
     page.gauge("srt:kv_pages", "Pages of KV memory by state.", states)
     page.counter(

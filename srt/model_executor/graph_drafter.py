@@ -37,6 +37,9 @@ class GraphDrafter:
             self._computed[admission.slot] = admission.cached
             self._drafted[admission.slot] = False
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        self._runner.planner.note_pages(changes.pages[:1])
+
     def read_prompts(self, section: PlanSection) -> None:
         none = np.zeros_like(section.extend_samples)
         self._runner.launch(structs.replace(section, extend_samples=none, decode_slots=NO_SLOTS))

@@ -15,6 +15,7 @@ import torch
 from msgspec import structs
 
 from srt.layers.token_masks import TokenMasks
+from srt.model_executor.graphs.row_tokens import NO_ROWS
 from srt.model_executor.graphs.verify_runner import VerifyRunner
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.step.executed_step import ExecutedStep, VerifyOutput
@@ -53,13 +54,16 @@ class GraphSpeculatingRunner(ModelRunner):
         verifier: VerifyRunner,
         drafter: DeviceDrafter,
         most_drafts: int,
+        *,
+        may_rest: bool = True,
     ) -> None:
+        """`may_rest` is that of `DraftLimits`."""
         super().__init__(loaded, state, sampler, graphs)
         self._verifier = verifier
         self._drafter = drafter
         self._excess: Ints = np.zeros(state.num_slots, np.int64)
         self._most_drafts = most_drafts
-        self._limits = DraftLimits(state.num_slots, most_drafts)
+        self._limits = DraftLimits(state.num_slots, most_drafts, may_rest=may_rest)
         self._launched: deque[_Launched] = deque()
 
     @property
@@ -75,7 +79,12 @@ class GraphSpeculatingRunner(ModelRunner):
 
     def _execute(self, section: PlanSection) -> ExecutedStep:
         slots = section.decode_slots.astype(np.int64)
-        if not self._can_draft_ahead(section, slots):
+        if section.row_tokens > 1:
+            self._limits.begin_step()
+        drafting = slots[self._limits.want(slots)] if section.row_tokens > 1 else NO_ROWS
+        if not len(drafting) and not section.admissions and not len(section.extend_slots):
+            return self._execute_plainly(section)
+        if not self._can_draft_ahead(section, drafting):
             self._enter_all()
         elif self._launched and (len(self._launched) > 1 or self._launched[0].output.is_ready()):
             self._enter(self._launched.popleft())
@@ -84,7 +93,7 @@ class GraphSpeculatingRunner(ModelRunner):
         if len(rows.extend_slots):
             self._drafter.read_prompts(rows)
             return super()._execute(rows)
-        num_drafts = self._draft(slots)
+        num_drafts = self._draft(slots, section.row_tokens - 1)
         if not num_drafts.any():
             self._enter_all()
             return super()._execute(rows)
@@ -93,9 +102,18 @@ class GraphSpeculatingRunner(ModelRunner):
         self._verifier.forward()
         return VerifyOutput(step, self._verifier.logits[: int(step.num_draws.sum())])
 
+    def _execute_plainly(self, section: PlanSection) -> ExecutedStep:
+        """Run a step in which every row decodes and none drafts, as a server without speculation does."""
+        self._enter_all()
+        if any(len(delta.slots) for delta in section.pages):
+            self._drafter.enter_pages(section)
+        return super()._execute(section)
+
     def _can_draft_ahead(self, section: PlanSection, slots: Ints) -> bool:
         """Return whether a step can be launched before the host knows how long its rows are; it knows how long they are at most."""
-        if section.admissions or len(section.extend_slots) or self._planner.wants_logprobs(slots):
+        if section.admissions or len(section.extend_slots):
+            return False
+        if self._planner.wants_logprobs(section.decode_slots.astype(np.int64)):
             return False
         return self._drafter.can_draft_ahead(slots)
 
@@ -107,13 +125,12 @@ class GraphSpeculatingRunner(ModelRunner):
             self.write_changes(section)
             self._drafter.enter_changes(section)
 
-    def _draft(self, slots: Ints) -> Ints:
-        if not len(slots):
-            return slots
+    def _draft(self, slots: Ints, most: int) -> Ints:
+        most = min(most, self._verifier.max_tokens // max(len(slots), 1) - 1)
+        if most <= 0:
+            return np.zeros_like(slots)
         lengths, room = self._planner.slots.lengths_and_room(slots)
-        rows = self._limits.rows(slots, lengths, room)
-        most = max(0, self._verifier.max_tokens // len(slots) - 1)
-        rows = replace(rows, most=np.minimum(rows.most, most))
+        rows = self._limits.rows(slots, lengths, room, most)
         if not rows.most.any():
             return rows.most
         return self._drafter.draft_ahead(rows) if self._launched else self._drafter.draft(rows)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
 
 NO_SLOTS = int32_array()
-IDLE = PlanSection([], [], *[NO_SLOTS] * 5)
+IDLE = PlanSection([], [], NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_SLOTS)
 
 
 def drafting_state(loaded: LoadedModel, state: DeviceState) -> DeviceState:

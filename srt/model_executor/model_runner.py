@@ -68,7 +68,7 @@ class ModelRunner:
 
     def write_changes(self, section: PlanSection) -> None:
         """Write a section's admissions and pages into the tables. Its rows, if it has any, are not run."""
-        changes = PlanSection(section.admissions, section.pages, *[NO_SLOTS] * 5)
+        changes = PlanSection(section.admissions, section.pages, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_SLOTS)
         write_tables(self.loaded.staging.copy(self._planner.plan(changes).arrays), self.state.req_to_token_pool)
 
     def launch(self, section: PlanSection) -> StepOutput:

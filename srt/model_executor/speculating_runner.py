@@ -73,7 +73,7 @@ class SpeculatingRunner(ModelRunner):
         if len(rows.extend_slots):
             self._drafter.read_prompts(rows)
         slots = rows.decode_slots.astype(np.int64)
-        num_drafts = self._draft(slots)
+        num_drafts = self._draft(slots, section.row_tokens - 1)
         if not num_drafts.any():
             return super()._execute(rows)
         num_tokens = len(slots) + int(num_drafts.sum())
@@ -110,11 +110,12 @@ class SpeculatingRunner(ModelRunner):
             self.write_changes(section)
             self._drafter.enter_changes(section)
 
-    def _draft(self, slots: Ints) -> Ints:
-        if not len(slots):
-            return slots
+    def _draft(self, slots: Ints, most: int) -> Ints:
+        if not len(slots) or not most:
+            return np.zeros_like(slots)
+        self._limits.begin_step()
         lengths, room = self._planner.slots.lengths_and_room(slots)
-        rows = self._limits.rows(slots, lengths, room)
+        rows = self._limits.rows(slots, lengths, room, most)
         return self._drafter.draft(rows) if rows.most.any() else rows.most
 
     def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:

@@ -319,6 +319,7 @@ class PlanSection(Wire, frozen=True):
     extend_counts: Int32Array
     extend_samples: Int32Array  # 1: the chunk ends at the last known token, so it samples
     decode_slots: Int32Array  # every decode row samples
+    row_tokens: int = 1  # most ids that each of these gets: one, and one more for each draft that it may bring
 
 
 class StepPlan(Wire, frozen=True, tag=40):
@@ -387,7 +388,7 @@ class RowLogprobs(Wire, frozen=True):
 class StepResult(Wire, frozen=True, tag=61):
     """The sampled ids of a step, from rank 0 of the last stage: `counts[i]` ids for the i-th row that samples.
 
-    The count is 1 for the end of a prompt, 0 to `max_row_tokens` for a decode, and -1 (no ids) if the model gave no finite logits.
+    The count is 1 for the end of a prompt, 0 to the plan's `row_tokens` for a decode, and -1 (no ids) if the model gave no finite logits.
     `ids_hash` is compared with the other ranks'; a single rank sends 0. `wants_capture`: the steps launched so far lack a graph that
     is worth capturing even while requests run.
     """

@@ -46,6 +46,9 @@ class Drafter(Protocol):
 class DeviceDrafter(Drafter, Protocol):
     """Guesses on the device, from the tables there. So it can guess before the host knows how long rows are."""
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        """Note the pages of a step without admissions in which no row drafts. The tables will have them."""
+
     def can_draft_ahead(self, slots: Ints) -> bool:
         """Return whether `draft_ahead` may be called for these rows now."""
 
@@ -58,14 +61,17 @@ class DraftLimits:
 
     A row never computes a position that its request cannot use. It drafts one token more after all its drafts were right, and as many
     as were right after one was wrong, but at least one. Where the first one is wrong twice in a row, the row rests, each time twice as
-    long, until a first draft is right again.
+    long, until a first draft is right again. Rests of many rows end in the same steps, so that few steps have drafts of some rows alone.
     """
 
-    def __init__(self, num_slots: int, most: int) -> None:
+    def __init__(self, num_slots: int, most: int, *, may_rest: bool = True) -> None:
+        """`may_rest` is False where a step that drafts costs about the same whether a row takes part or not."""
         self._most = most
+        self._may_rest = may_rest
+        self._num_steps = 0
         self._end: Ints = np.zeros(num_slots, np.int64)  # positions that the request computes at most
         self._now: Ints = np.zeros(num_slots, np.int64)  # drafts of the row's next step, when it does not rest
-        self._rest: Ints = np.zeros(num_slots, np.int64)  # steps without drafts that are left
+        self._rests_until: Ints = np.zeros(num_slots, np.int64)  # the first step that may have drafts again
         self._num_misses: Ints = np.zeros(num_slots, np.int64)  # latest steps in a row whose first draft was wrong
 
     def admit(self, admission: Admission) -> None:
@@ -73,21 +79,32 @@ class DraftLimits:
         slot = admission.slot
         self._end[slot] = admission.prompt_len + admission.sampling.max_new_tokens - 1
         self._now[slot] = 0 if admission.resource else self._most
-        self._rest[slot] = 0
+        self._rests_until[slot] = 0
         self._num_misses[slot] = 0
 
-    def rows(self, slots: Ints, lengths: Ints, room: Ints) -> DraftRows:
-        """Return how many drafts these rows may have now. `room` is the number of positions in their pages."""
-        rest = self._rest[slots]
-        most = np.minimum(np.minimum(self._end[slots], room) - lengths - 1, self._now[slots]).clip(0)
-        most[rest > 0] = 0
-        self._rest[slots] = np.maximum(rest - 1, 0)
-        return DraftRows(slots, lengths, most)
+    def begin_step(self) -> None:
+        """Count a step that may have drafts."""
+        self._num_steps += 1
+
+    def want(self, slots: Ints) -> NDArray[np.bool_]:
+        """Return for each of these rows whether it would draft in this step, if it had room."""
+        wants: NDArray[np.bool_] = (self._now[slots] > 0) & (self._rests_until[slots] <= self._num_steps)
+        return wants
+
+    def rows(self, slots: Ints, lengths: Ints, room: Ints, most: int) -> DraftRows:
+        """Return how many drafts these rows may have in this step, `most` or fewer. `room` is the number of positions in their pages."""
+        allowed = np.minimum(np.minimum(self._end[slots], room) - lengths - 1, np.minimum(self._now[slots], most)).clip(
+            0
+        )
+        allowed[~self.want(slots)] = 0
+        return DraftRows(slots, lengths, allowed)
 
     def note(self, slots: Ints, num_drafts: Ints, num_right: Ints) -> None:
         """Note how many drafts of each row were right, of rows that had some."""
         now = np.where(num_right == num_drafts, num_drafts + 1, np.maximum(num_right, 1))
         self._now[slots] = np.minimum(now, self._most)
         misses = self._num_misses[slots] = np.where(num_right == 0, self._num_misses[slots] + 1, 0)
-        rest = FIRST_REST << np.clip(misses - 2, 0, MOST_DOUBLINGS)
-        self._rest[slots] = np.where(misses > 1, rest, 0)
+        if self._may_rest:
+            rest = FIRST_REST << np.clip(misses - 2, 0, MOST_DOUBLINGS)
+            until = -(-(self._num_steps + rest) // rest) * rest
+            self._rests_until[slots] = np.where(misses > 1, until, 0)

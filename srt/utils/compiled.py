@@ -26,6 +26,7 @@ MODULES = (
     "srt.managers.scheduler.clients",
     "srt.managers.scheduler.counters",
     "srt.managers.scheduler.deadlines",
+    "srt.managers.scheduler.draft_length",
     "srt.managers.scheduler.engine_changes",
     "srt.managers.scheduler.forecast",
     "srt.managers.scheduler.kv_memory",

@@ -172,10 +172,10 @@ class FakeWorker:
         self.rules["rule: no row after the last token"] += is_any(places == self._most_known[rows] - 1)
         if is_any(late):
             raise AssertionError(f"{self._name(rows[late][0])} is sampled more often than needed")
-        counts = self._counts(rows, len(sampling))
+        counts = self._counts(rows, len(sampling), section.row_tokens)
         is_plain = self._settings.row_tokens == 1 and not self._settings.breaks_down
         if len(decodes):
-            self._decode(decodes, counts[len(sampling) :])
+            self._decode(decodes, counts[len(sampling) :], section.row_tokens)
         if self._logging:
             columns = zip(rows.tolist(), places.tolist(), counts.tolist(), strict=True)
             chosen += [(slot, at, at + n, False) for slot, at, n in columns if n > 0 and slot in self._logging]
@@ -185,11 +185,11 @@ class FakeWorker:
         wants_capture = self.num_graphs_left > 0 and self._rng.random() < self._settings.missing_share
         return StepResult(plan.step, counts, ids, int(ids.sum()), logged, step_us, wants_capture)
 
-    def _counts(self, rows: Int32Array, num_prompt_ends: int) -> Int32Array:
+    def _counts(self, rows: Int32Array, num_prompt_ends: int, row_tokens: int) -> Int32Array:
         """How many ids each row draws: decodes that guess, any number; -1 where the model has no finite logits for the next one."""
         counts, s = np.ones(len(rows), np.int32), self._settings
-        if s.row_tokens > 1:
-            most = np.minimum(s.row_tokens, self._end[rows] - self._known[rows])
+        if row_tokens > 1:
+            most = np.minimum(row_tokens, self._end[rows] - self._known[rows])
             counts[:] = self._rng.integers(0, most + 1)
             counts[:num_prompt_ends] = 1
         if s.breaks_down:
@@ -436,22 +436,25 @@ class FakeWorker:
         first, behind = max(wanted, start + 1 if start else 0), min(end + 1, self._prompt_len(slot))
         return [(slot, first, behind, True)] if first < behind else []
 
-    def _decode(self, rows: Int32Array, counts: Int32Array) -> None:
+    def _decode(self, rows: Int32Array, counts: Int32Array, row_tokens: int) -> None:
         length, s = self._length[rows], self._settings
+        self.rules["rule: rows bring as many ids as a plan allows"] += row_tokens > 1
+        self.rules["rule: rows bring one id where a plan allows no more"] += row_tokens == 1 < s.row_tokens
+        assert 1 <= row_tokens <= s.row_tokens, f"a plan allows {row_tokens} ids a row, of {s.row_tokens}"
         self.rules["rule: a decode has its place"] += 1
         if is_any(length != self._known[rows] - 1):
             raise AssertionError(
                 f"{self._name(rows[length != self._known[rows] - 1][0])} decodes though it lacks more than one position"
             )
         last, room = length, self._num_pages[rows] * s.page_size
-        if s.row_tokens > 1:  # what it guesses it writes, too
-            last = length + np.minimum(s.row_tokens, self._end[rows] - self._known[rows]) - 1
+        if row_tokens > 1:  # what it guesses it writes, too
+            last = length + np.minimum(row_tokens, self._end[rows] - self._known[rows]) - 1
         if is_any(last >= room):
             raise AssertionError(f"{self._name(rows[last >= room][0])} has no page for its next position")
-        if s.row_tokens == 1:
+        if row_tokens == 1:
             self._write_one_each(rows)
             return
-        for n in range(s.row_tokens):
+        for n in range(row_tokens):
             self._write_one_each(rows[abs(counts) > n])
 
     def _write_one_each(self, rows: Int32Array) -> None:

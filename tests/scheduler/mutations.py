@@ -282,8 +282,38 @@ MORE_MUTATIONS = (
     Mutation(
         "guessed tokens lack a page at a boundary",
         "managers/scheduler/planner.py",
-        "np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens)",
-        "np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens - 1)",
+        "np.minimum(self._slots.most_computed[rows] - ends, self.row_tokens)",
+        "np.minimum(self._slots.most_computed[rows] - ends, self.row_tokens - 1)",
+    ),
+    Mutation(
+        "plan allows more ids than it has room for",
+        "managers/scheduler/planner.py",
+        "decodes.astype(np.int32), self.row_tokens)",
+        "decodes.astype(np.int32), self._max_row_tokens)",
+    ),
+    Mutation(
+        "ids that a step might bring are counted by the most of any step",
+        "managers/scheduler/planner.py",
+        "slots.computed[rows] + self.row_tokens",
+        "slots.computed[rows] + self._max_row_tokens",
+    ),
+    Mutation(
+        "ids that did not come are counted by the present plan",
+        "managers/scheduler/results.py",
+        "missing = planned.row_tokens - counts[decoding]",
+        "missing = self._planner.row_tokens - counts[decoding]",
+    ),
+    Mutation(
+        "ids that did not come stay counted where a plan allows one",
+        "managers/scheduler/results.py",
+        "self._slots.computed[rows[decoding]] -= missing",
+        "self._slots.computed[rows[decoding]] -= missing * (planned.row_tokens > 2)",
+    ),
+    Mutation(
+        "ids behind a stop are kept",
+        "managers/scheduler/results.py",
+        "alive[going] = [slot not in ended for slot in rows[going].tolist()]",
+        "alive[going] = [slot not in ended or round_ == 1 for slot in rows[going].tolist()]",
     ),
     Mutation(
         "guessed tokens enter the tree",

@@ -387,7 +387,7 @@ class Room:
         """Had the best of the victims stayed, the step would have lacked pages, or one that goes before it its place."""
         best = min(victims, key=lambda seat: self._rank(seat.request))
         stayed = [seat for seat in before.seats if seat not in victims] + [best]
-        most_lacking = len(before.seats) * self._pages_for(self._settings.row_tokens)
+        most_lacking = len(before.seats) * self._pages_for(1)  # where room is short, rows bring no drafts
         self._statistics["rule: nobody loses its slot without need"] += 1
         if self._available(stayed) <= most_lacking:
             return

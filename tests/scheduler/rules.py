@@ -39,6 +39,8 @@ RULES: tuple[str, ...] = (
     "each row once in the pipeline",
     "every stream goes on",  # in each step, or in turn
     "a decode has its place",  # one position is lacking, and there is a page for it
+    "rows bring as many ids as a plan allows",  # with pages for all of them
+    "rows bring one id where a plan allows no more",  # though the workers could draft
     "a prompt goes on where it was",  # chunk by chunk
     "a prompt samples at its end",  # and nowhere else
     "no more prompt tokens than allowed",  # in a step

@@ -571,7 +571,8 @@ class Server:
             assert not num_streams or prompts_us <= most, (
                 f"the prompts in step {plan.step} delay {num_streams} streams by {prompts_us:.0f} µs, more than {most:.0f}"
             )
-        return int(s.decode_us(num_decodes, self._world.rng.choice(s.jitter)) + prompts_us)
+        jitter, row_tokens = self._world.rng.choice(s.jitter), section.row_tokens if num_decodes else 1
+        return int(s.decode_us(num_decodes, jitter, row_tokens) + prompts_us)
 
     def _from_rank(self, rank: int, delay: float, message: Message) -> None:
         link = self._from_ranks[rank]

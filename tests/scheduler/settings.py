@@ -55,6 +55,7 @@ class Settings:
     arrival_gap: float = 0.01  # mean; many come together
     step_time: float = 0.01
     row_us: float = 0.0  # what a decode, and a prompt token, adds to a step
+    draft_us: float = 0.0  # and what each further id adds that its rows may bring
     token_us: float = 0.0
     pair_us: float = 0.0  # and each position that a prompt token attends to
     stall: float = 0.01
@@ -155,6 +156,7 @@ class Settings:
             num_graphs=graphs.choice((0, 0, 5, 50)),
             missing_share=graphs.choice((0.0, 0.1, 1.0)),
             num_poisons=graphs.choice((0, 0, 0, 3, 6)),
+            draft_us=graphs.choice((0.0, 2000.0, 8000.0)),
         )
 
     def server_args(self) -> ServerArgs:
@@ -185,9 +187,9 @@ class Settings:
         """What these tokens of a prompt add to a step."""
         return count * (self.token_us + self.pair_us * (start + count / 2))
 
-    def decode_us(self, num_rows: int, factor: float) -> float:
+    def decode_us(self, num_rows: int, factor: float, row_tokens: int = 1) -> float:
         """A step without prompts."""
-        return 1e6 * self.step_time * factor + self.row_us * num_rows
+        return 1e6 * self.step_time * factor + self.row_us * num_rows + self.draft_us * (row_tokens - 1)
 
     def most_prompt_us(self, num_rows: int) -> float:
         """The decode guarantee: what the prompts may add to a step of so many decodes.
@@ -195,9 +197,14 @@ class Settings:
         As much as the step takes without them, the stall, and the least chunk, twice: a short prompt's and a long one's. Where
         steps of the same kind differ in time, nobody can tell what is the prompts' share: four times the difference may be added.
         """
-        least, most = self.decode_us(0, min(self.jitter)), self.decode_us(self.num_slots, max(self.jitter))
+        least, most = (
+            self.decode_us(0, min(self.jitter)),
+            self.decode_us(self.num_slots, max(self.jitter), self.row_tokens),
+        )
         kept = 2 * self.prompt_us(self.max_request_tokens, LEAST_CHUNK)
-        return self.decode_us(num_rows, max(self.jitter)) + 1e6 * self.stall + kept + 4 * (most - least)
+        return (
+            self.decode_us(num_rows, max(self.jitter), self.row_tokens) + 1e6 * self.stall + kept + 4 * (most - least)
+        )
 
     def can_fit(self, num_tokens: int) -> bool:
         """A request of so many tokens, prompt and answer, may not be refused for its size."""

@@ -38,7 +38,7 @@ class ToldDrafter:
     def __init__(self, runner: Any, sequences: list[list[int]]) -> None:
         self._table = runner.state.req_to_token_pool.token_table
         self._sequences = sequences
-        self._num_calls = 0
+        self._num_drafted = 0
         self.num_right = [0] * (
             MOST_DRAFTS + 1
         )  # rows by the number of drafts that are right before the first wrong one
@@ -54,12 +54,12 @@ class ToldDrafter:
 
     def draft(self, rows: DraftRows) -> Ints:
         counts, table = np.zeros(len(rows.slots), np.int64), self._table.cpu().numpy()
-        self._num_calls += 1
         for row, (slot, length) in enumerate(zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)):
             known, most = table[slot, : length + 1].tolist(), int(rows.most[row])
             told = next((ids for ids in self._sequences if ids[: length + 1] == known), known)
             drafts = (told[length + 1 :] + [0] * most)[:most]
-            right = (self._num_calls + row) % (most + 1)
+            right = min(self._num_drafted % (MOST_DRAFTS + 1), most)
+            self._num_drafted += most > 0
             self.num_right[right] += most > 0
             table[slot, length + 1 : length + 1 + most] = [
                 token if place < right else (token + 1) % VOCAB for place, token in enumerate(drafts)
@@ -67,6 +67,9 @@ class ToldDrafter:
             counts[row] = most
         self._table.copy_(torch.from_numpy(table))
         return counts
+
+    def enter_pages(self, changes: PlanSection) -> None:
+        pass
 
     def can_draft_ahead(self, slots: Ints) -> bool:
         return False

@@ -122,7 +122,14 @@ function showEngine(engine, stats) {
   showMemory(stats.memory, engine);
   for (const chart of charts) chart.show(points);
   at("facts").textContent = `${engine.num_finished} requests finished, ${engine.num_generated_tokens} tokens generated, `
-    + `${engine.num_preempted} preemptions. Live requests of frontend ${stats.frontend.index}: ${stats.frontend.live_requests}.`;
+    + `${engine.num_preempted} preemptions. ${drafts(engine)}Live requests of frontend ${stats.frontend.index}: ${stats.frontend.live_requests}.`;
+}
+
+/** Say what drafts bring, if the engine drafts. */
+function drafts(engine) {
+  if (!engine.num_verified_rows) return "";
+  const length = (engine.num_verified_ids / engine.num_verified_rows).toFixed(2);
+  return `A row with drafts gets ${length} tokens a step; up to ${engine.row_tokens - 1} drafts a row now. `;
 }
 
 function showMemory(shares, engine) {

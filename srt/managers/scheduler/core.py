@@ -67,7 +67,7 @@ class SchedulerCore:
             max_row_tokens=hello.max_row_tokens,
             num_stages=hello.num_stages,
         )
-        self.results = ResultReader(self.slots, self.planner, self.counters, hello.max_row_tokens)
+        self.results = ResultReader(self.slots, self.planner, self.counters)
         self.stream = WorkerStream(args.num_ranks, hello.num_graphs)
         self.resources = Needs(args.num_ranks, hello.most_resources, args.max_loras_per_batch)
         self.max_total_num_tokens = hello.num_pages * hello.page_size
@@ -162,6 +162,7 @@ class SchedulerCore:
             "num_promised_pages": memory.num_promised,
             "num_in_flight": self.stream.num_in_flight,
             "num_graphs_left": self.stream.num_graphs_left,
+            "row_tokens": self.planner.row_tokens,
             "expected_share_of_max_new_tokens": self._forecast.latest_share,
             "decode_step_us": round(self._step_times.decode_us),
             "prompt_token_ns": round(1000 * self._step_times.per_token),

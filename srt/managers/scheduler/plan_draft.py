@@ -31,6 +31,7 @@ class Planned:
         extends: dict[int, int],
         num_tokens: int,
         num_pairs: float,
+        row_tokens: int,
     ) -> None:
         self.plan = plan
         self.sampling_slots = sampling_slots
@@ -39,6 +40,7 @@ class Planned:
         self.extends = extends  # slot -> incarnation of the rows that compute prompt tokens
         self.num_tokens = num_tokens  # prompt tokens that these compute
         self.num_pairs = num_pairs  # sum of the positions that each of these attends to
+        self.row_tokens = row_tokens  # most ids that each other row gets
 
 
 class Draft:

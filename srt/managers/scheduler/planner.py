@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from srt.managers.scheduler.counters import Counters
+from srt.managers.scheduler.draft_length import DraftLength
 from srt.managers.scheduler.forecast import OutputForecast
 from srt.managers.scheduler.kv_memory import KvMemory
 from srt.managers.scheduler.plan_draft import Draft, NextPage, Planned, admission_of
@@ -66,7 +67,9 @@ class Planner:
         self._step_times = step_times
         self._chunk_size = UNLIMITED if chunk_size < 0 else chunk_size
         self._queue = queue
-        self._max_row_tokens = max_row_tokens  # ids that a decode gets at most; 1 except in tests
+        self._max_row_tokens = max_row_tokens  # most ids of a decode in any step
+        self._draft_length = DraftLength(max_row_tokens)
+        self.row_tokens = max_row_tokens  # most ids of a decode in the present step
         self._num_stages = num_stages  # of a pipeline; 1 except in tests
         self._running: list[Request | None] = [None] * slots.num_slots
         self._prefilling: list[Request] = []
@@ -135,13 +138,15 @@ class Planner:
         for request in self.running():
             self._preempt(request)
 
-    def note_answered(self, planned: Planned, step_us: int) -> None:
-        """Note that the results of all plans up to this one are applied."""
+    def note_answered(self, planned: Planned, num_ids: int, step_us: int) -> None:
+        """Note that the results of all plans up to this one are applied. It had this number of ids."""
         self._answered_step = planned.plan.step
         num_decodes = len(planned.sampling_slots) - planned.num_prompt_ends
         self._step_times.record(num_decodes, planned.num_tokens, planned.num_pairs, step_us)
         if planned.num_tokens:
             self._counters.count_prompt_step(planned.num_tokens, step_us)
+        else:
+            self._draft_length.record(num_decodes, planned.row_tokens, num_ids, step_us)
         for request in self.preempted.note_answered(planned.plan.step):
             self._line_up(request)
 
@@ -160,6 +165,8 @@ class Planner:
         self._forget_ended()
         if self._memory.windows and self._memory.give_back_passed(self._max_row_tokens == 1):
             self._no_room_for = None
+        if self._max_row_tokens > 1:
+            self._choose_row_tokens(step)
         on_trial = self.trials.find_on_trial()
         if on_trial is not None:
             return self._plan_trial(step, on_trial)
@@ -177,15 +184,18 @@ class Planner:
             # A plan that preempts leaves the room to running requests. If nothing runs or is in flight, only an admission leads on.
             is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
             self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
-        times.note_planned(len(rows), draft.num_tokens)
         for request in draft.aside:
             self._queue.push(request)
         if not draft.extends and not len(rows):
             return None
-        self._publish(draft)
         self._counters.num_held_back += len(draft.aside)
-        self._counters.count_step(len(draft.extends), len(rows))
         return self._finish_plan(step, draft, rows)
+
+    def _choose_row_tokens(self, step: int) -> None:
+        """Choose how many ids a decode may get. Drafts take no other request's room: where it is short, rows bring none."""
+        self.row_tokens = self._draft_length.choose(len(self._decode_rows(step)))
+        if self.row_tokens > 1 and self._is_short(step):
+            self.row_tokens = 1
 
     def _plan_trial(self, step: int, request: Request) -> Planned:
         """Plan a step that holds only the request on trial. Other requests keep their slots unless the trial needs room."""
@@ -199,9 +209,6 @@ class Planner:
         else:
             self._make_room_beside(request, lambda: memory.num_available > 0)
             self._plan_chunk(draft, request)
-        self._step_times.note_planned(len(rows), draft.num_tokens)
-        self._publish(draft)
-        self._counters.count_step(len(draft.extends), len(rows))
         return self._finish_plan(step, draft, rows)
 
     def _admit_to_trial(self, draft: Draft, request: Request) -> None:
@@ -278,11 +285,9 @@ class Planner:
         if left != 0 or not self._prefilling:
             return left < 0
         first = min(self.running(), key=_order)
-        return not first.progress.prompt_done and self._lacks_page(first.progress.slot)
-
-    def _lacks_page(self, slot: int) -> bool:
-        computed: int = self._slots.computed_at[slot]
-        return computed >= self._slots.num_pages_of(slot) * self._memory.page_size
+        slot = first.progress.slot
+        has_no_page = self._slots.computed_at[slot] >= self._slots.num_pages_of(slot) * self._memory.page_size
+        return not first.progress.prompt_done and has_no_page
 
     def _preempt(self, request: Request) -> None:
         """Take the request's slot and pages. It still gets the results of its rows in flight; then it may be admitted again."""
@@ -325,10 +330,7 @@ class Planner:
     def _ends(self, rows: Int64Array) -> Int32Array:
         """Return the largest number of positions that each row can have after the step, within its request's limit."""
         ends: Int32Array = self._slots.computed[rows]
-        if self._max_row_tokens == 1:
-            ends += 1
-        else:
-            ends += np.minimum(self._slots.most_computed[rows] - ends, self._max_row_tokens)
+        ends += 1 if self.row_tokens == 1 else np.minimum(self._slots.most_computed[rows] - ends, self.row_tokens)
         return ends
 
     def _num_lacking(self, rows: Int64Array) -> int:
@@ -345,13 +347,10 @@ class Planner:
         is_lacking = ends > slots.num_pages[rows] * self._memory.page_size
         if 1 in is_lacking.tobytes():
             self._grow(draft, rows[is_lacking], ends[is_lacking])
-        if self._max_row_tokens == 1:
-            slots.computed[rows] = ends
-        else:
-            slots.computed[rows] += self._max_row_tokens
+        slots.computed[rows] = ends if self.row_tokens == 1 else slots.computed[rows] + self.row_tokens
 
     def _grow(self, draft: Draft, lacking: Int64Array, ends: Int32Array) -> None:
-        if self._max_row_tokens > 1:
+        if self.row_tokens > 1:
             for slot, end in zip(lacking.tolist(), ends.tolist(), strict=True):
                 draft.add_pages(slot, self._memory.grow(slot, end))
             return
@@ -534,6 +533,11 @@ class Planner:
 
     def _finish_plan(self, step: int, draft: Draft, decodes: Int64Array) -> Planned:
         self._planned_step = step
+        self._publish(draft)
+        self._counters.count_step(len(draft.extends), len(decodes))
+        self._step_times.note_planned(len(decodes), draft.num_tokens)
+        if not draft.num_tokens:
+            self._draft_length.note_planned(len(decodes), self.row_tokens)
         slots, rows = self._slots, decodes
         columns, extends, num_prompt_ends = [NO_NUMBERS] * 4, NO_EXTENDS, 0
         if draft.extends:
@@ -549,17 +553,11 @@ class Planner:
                 slots.planned_at[extend_slots] = step
         if self._num_stages > 1:
             slots.planned_at[decodes] = step
-        section = PlanSection(
-            cast("list[Admission]", draft.admissions),  # their type on the wire
-            draft.page_deltas(self._memory.windows),
-            columns[0],
-            columns[1],
-            columns[2],
-            columns[3],
-            decodes.astype(np.int32),
-        )
-        plan, incarnations = StepPlan(step, [section]), slots.incarnation[rows]
-        return Planned(plan, rows, incarnations, num_prompt_ends, extends, draft.num_tokens, draft.num_pairs)
+        news = cast("list[Admission]", draft.admissions), draft.page_deltas(self._memory.windows)  # types of the wire
+        chunks = columns[0], columns[1], columns[2], columns[3]
+        section = PlanSection(*news, *chunks, decodes.astype(np.int32), self.row_tokens)
+        of_step = slots.incarnation[rows], num_prompt_ends, extends, draft.num_tokens, draft.num_pairs, self.row_tokens
+        return Planned(StepPlan(step, [section]), rows, *of_step)
 
     def _vacate(self, request: Request, *, keep_prefix: bool) -> None:
         slots, slot = self._slots, request.progress.slot

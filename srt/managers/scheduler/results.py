@@ -45,11 +45,10 @@ class Outcome:
 class ResultReader:
     """Applies results to the slot table. A row is dropped if its request has ended, and goes to the request if that was preempted."""
 
-    def __init__(self, slots: SlotTable, planner: Planner, counters: Counters, max_row_tokens: int) -> None:
+    def __init__(self, slots: SlotTable, planner: Planner, counters: Counters) -> None:
         self._slots = slots
         self._planner = planner
         self._counters = counters
-        self._max_row_tokens = max_row_tokens
 
     def apply(self, planned: Planned, result: StepResult) -> Outcome:
         """Append the tokens, and return the requests that they end. BrokenReplica if the result does not fit the plan."""
@@ -62,7 +61,7 @@ class ResultReader:
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
         num_dropped = alive.tobytes().count(0)
         self._counters.num_dropped_rows += num_dropped
-        if has_one_each and self._max_row_tokens == 1:
+        if has_one_each and planned.row_tokens == 1:
             ends = self._append(rows[alive], ids[alive]) if num_dropped else self._append(rows, ids)
         else:
             ends = self._append_any(planned, result, alive) + self._failed(rows[alive & (result.counts < 0)])
@@ -79,9 +78,9 @@ class ResultReader:
             raise BrokenReplica(
                 f"The result of step {result.step} has {len(counts)} rows and {len(result.ids)} ids, but {num_rows} rows sample."
             )
-        one_each = counts if self._max_row_tokens == 1 else counts[: planned.num_prompt_ends]
+        one_each = counts if planned.row_tokens == 1 else counts[: planned.num_prompt_ends]
         most = counts.max(initial=1)
-        if most > self._max_row_tokens or int(counts.min(initial=0)) < -1 or not bool((abs(one_each) == 1).all()):
+        if most > planned.row_tokens or int(counts.min(initial=0)) < -1 or not bool((abs(one_each) == 1).all()):
             raise BrokenReplica(f"The result of step {result.step} has wrong counts of ids: {counts.tolist()}.")
 
     def _append_any(self, planned: Planned, result: StepResult, alive: NDArray[np.bool_]) -> list[End]:
@@ -90,9 +89,9 @@ class ResultReader:
         places = np.cumsum(counts) - counts
         decoding = alive.copy()
         decoding[: planned.num_prompt_ends] = False
-        missing = self._max_row_tokens - counts[decoding]
+        missing = planned.row_tokens - counts[decoding]
         self._slots.computed[rows[decoding]] -= missing
-        if self._max_row_tokens > 1:
+        if planned.row_tokens > 1:
             self._count_verified(rows[decoding], counts[decoding])
         ends: list[End] = []
         for round_ in range(int(counts.max(initial=0))):

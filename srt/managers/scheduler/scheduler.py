@@ -456,7 +456,7 @@ class Scheduler:
             self._end(end.request, end.reason, end.matched, end.status, end.message)
         for request in outcome.late:
             self._clients[request.frontend].outbox.add_waiting(request)
-        core.planner.note_answered(planned, result.step_us)
+        core.planner.note_answered(planned, len(result.ids), result.step_us)
 
     def _settle(self, core: SchedulerCore, requests: list[Request]) -> None:
         """Let these wait in the queue from now on, or end them, if their resource is not there."""

@@ -78,7 +78,9 @@ def graph_speculating_runner(
         graphs.add(steps)
     verifier.run_padding(max_tokens)
     graphs.add(verifier)
-    return GraphSpeculatingRunner(loaded, state, sampler, graphs, verifier, drafter, num_drafts)
+    # All steps of the smaller model are one graph, which takes about as long for few rows as for some more.
+    may_rest = small is None
+    return GraphSpeculatingRunner(loaded, state, sampler, graphs, verifier, drafter, num_drafts, may_rest=may_rest)
 
 
 def _match_windows(loaded: LoadedModel) -> tuple[int, int]:

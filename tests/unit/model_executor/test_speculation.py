@@ -38,7 +38,7 @@ def expected(checkpoint: CheckpointFactory) -> Answers:
 
 @pytest.mark.parametrize(
     ("page_size", "chunk", "num_tokens", "count", "graphs"),
-    [(16, 64, 8192, 24, None), (1, 7, 150, 24, None), (16, 1, 8192, 8, None), (1, 7, 150, 24, Recorder())],
+    [(16, 64, 8192, 24, None), (1, 7, 110, 24, None), (16, 1, 8192, 8, None), (1, 7, 110, 24, Recorder())],
     ids=["all at once", "with preemption", "token by token", "as on a GPU"],
 )
 def test_drafts_right_and_wrong_at_each_place_change_no_answer(

@@ -32,7 +32,9 @@ def _limits(*, max_new: int = 100, resource: str = "") -> DraftLimits:
 
 
 def _most(limits: DraftLimits, length: int = 5, room: int = 99) -> int:
-    return int(limits.rows(np.array([1]), np.array([length]), np.array([room])).most[0])
+    """The drafts that the row may have in the next step."""
+    limits.begin_step()
+    return int(limits.rows(np.array([1]), np.array([length]), np.array([room]), 4).most[0])
 
 
 def test_a_row_drafts_nothing_that_it_cannot_use() -> None:
@@ -45,11 +47,44 @@ def test_a_row_drafts_nothing_that_it_cannot_use() -> None:
 def test_a_row_whose_drafts_are_wrong_rests_ever_longer() -> None:
     limits, row = _limits(), np.array([1])
     limits.note(row, np.array([4]), np.array([0]))
-    for rest in (FIRST_REST, 2 * FIRST_REST):
-        assert _most(limits) == 1
+    assert _most(limits) == 1
+    for rest in (FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST):
         limits.note(row, np.array([1]), np.array([0]))
-        assert [_most(limits) for _ in range(rest)] == [0] * rest
+        pauses = 0
+        while not _most(limits):
+            pauses += 1
+        assert rest - 1 <= pauses < 2 * rest
     limits.note(row, np.array([1]), np.array([1]))
     assert _most(limits) == 2
     limits.note(row, np.array([2]), np.array([0]))
     assert _most(limits) == 1
+
+
+def test_rows_that_rest_draft_again_in_the_same_step() -> None:
+    limits, ends = DraftLimits(2, 4), list[int]()
+    for slot in range(2):
+        limits.admit(Admission(slot, int32_array([1]), 1, 0, 0, SamplingSpec(100), LogprobSpec()))
+    for step in range(1, 3 * FIRST_REST):
+        limits.begin_step()
+        if step in (1, 2):
+            limits.note(np.array([0]), np.array([4]), np.array([0]))
+        if step in (4, 6):
+            limits.note(np.array([1]), np.array([4]), np.array([0]))
+        wants = limits.want(np.array([0, 1])).tolist()
+        if step > 6 and any(wants):
+            ends.append(step)
+            assert wants == [True, True]
+    assert ends[0] == 2 * FIRST_REST
+
+
+def test_rows_draft_no_more_than_a_step_allows() -> None:
+    limits = _limits()
+    assert limits.rows(np.array([1]), np.array([5]), np.array([99]), 2).most.tolist() == [2]
+
+
+def test_where_no_row_may_rest_wrong_drafts_end_no_drafting() -> None:
+    limits, row = DraftLimits(2, 4, may_rest=False), np.array([1])
+    limits.admit(Admission(1, int32_array([1]), 1, 0, 0, SamplingSpec(100), LogprobSpec()))
+    for _ in range(5):
+        limits.note(row, np.array([4]), np.array([0]))
+        assert _most(limits) == 1

@@ -80,6 +80,20 @@ def test_pages_are_there_for_all_that_a_row_may_bring() -> None:
     assert host.value("num_free_pages") == 61
 
 
+def test_where_pages_are_short_rows_bring_no_drafts() -> None:
+    """Two rows that may bring four ids each have one page left for both, but each has room for one id."""
+    hello = worker_hello(max_row_tokens=4, num_pages=3, page_size=16, max_request_tokens=32)
+    host = Host(hello=hello, schedule_conservativeness=0.01, disable_radix_cache=True)
+    for rid in (1, 2):
+        host.say(request(rid, [rid] * 13, max_new=10))
+    host.tick()
+    host.answer()
+    host.tick()
+    sections = [plan.sections[0] for plan in host.plans if isinstance(plan, StepPlan)]
+    assert [(len(section.decode_slots), section.row_tokens) for section in sections][1:] == [(2, 1)]
+    assert host.value("num_preempted") == 0
+
+
 def test_in_a_pipeline_a_row_waits_until_it_has_left_it() -> None:
     host = Host(hello=worker_hello(num_stages=3))
     for rid in (1, 2):
