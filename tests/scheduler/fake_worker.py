@@ -367,15 +367,30 @@ class FakeWorker:
             at = int(np.flatnonzero(barred)[0])
             why = "after its end" if barred[at] & OVER else "though a page of it was given to another"
             raise AssertionError(f"{self._name(rows[at])} is in a plan {why}")
-        self.rules["rule: each row once in the pipeline"] += self._settings.num_stages > 1
-        inside = self._planned_at[rows] > max(step - self._settings.num_stages, answered)
+        self.rules["rule: a row decodes once in the pipeline"] += self._settings.num_stages > 1
+        inside = self._planned_at[decodes] > max(step - self._settings.num_stages, answered)
         if is_any(inside):
-            raise AssertionError(f"{self._name(rows[inside][0])} is in step {step}, and in another that is under way")
+            raise AssertionError(
+                f"{self._name(decodes[inside][0])} is in step {step}, and in another that is under way"
+            )
+        self._check_share(decodes)
         self._check_nobody_stands_still(section.decode_slots)
         self._planned_at[rows] = step
         self._turn_of[rows] = self._turn
         if len(extends):
             self._check_chunk(section, step)
+
+    def _check_share(self, decodes: Int32Array) -> None:
+        """A step of a pipeline has its share of the rows that decode, so that there are rows for the other stages."""
+        num_stages = self._settings.num_stages
+        if num_stages == 1:
+            return
+        num_decoding = sum(
+            choice is not None and self._length[slot] >= choice.prompt_len for slot, choice in enumerate(self._choices)
+        )
+        self.rules["rule: each step of a pipeline has its share of decodes"] += len(decodes) > 1
+        share = -(-num_decoding // num_stages)
+        assert len(decodes) <= share, f"{len(decodes)} of {num_decoding} rows decode in one step of {num_stages} stages"
 
     def _check_chunk(self, section: PlanSection, step: int) -> None:
         """Never more prompt tokens than allowed; nor less, where nobody watches and a prompt could go on, for which it has pages."""

@@ -328,6 +328,30 @@ MORE_MUTATIONS = (
         "max(step - self._num_stages + 1, self._answered_step)",
     ),
     Mutation(
+        "row of the step before twice in the pipeline",
+        "managers/scheduler/planner.py",
+        "            slots.planned_at[decodes] = step\n",
+        "            slots.planned_at[decodes[1:]] = step\n",
+    ),
+    Mutation(
+        "row decodes while its prompt is in the pipeline",
+        "managers/scheduler/planner.py",
+        "                slots.planned_at[extend_slots] = step\n",
+        "                slots.planned_at[extend_slots[:0]] = step\n",
+    ),
+    Mutation(
+        "a step of a pipeline takes the rows of all",
+        "managers/scheduler/planner.py",
+        "share = -(-len(self._decoding) // self._num_stages)",
+        "share = len(self._decoding)",
+    ),
+    Mutation(
+        "a pipeline's window is longer than its stages",
+        "managers/scheduler/core.py",
+        "self.window = args.window + hello.num_stages - 1",
+        "self.window = args.window + 2 * (hello.num_stages - 1)",
+    ),
+    Mutation(
         "prompts take all the time that there is",
         "managers/scheduler/step_times.py",
         "return self.decode_us + self._stall_us if num_streams",

@@ -36,7 +36,8 @@ RULES: tuple[str, ...] = (
     "no rows after the end",  # who has ended is in no plan
     "no row after the last token",  # so often is it sampled, and no more
     "each slot once in a plan",
-    "each row once in the pipeline",
+    "a row decodes once in the pipeline",
+    "each step of a pipeline has its share of decodes",
     "every stream goes on",  # in each step, or in turn
     "a decode has its place",  # one position is lacking, and there is a page for it
     "rows bring as many ids as a plan allows",  # with pages for all of them

@@ -12,7 +12,6 @@ Suspects are requests that may have killed workers. They run before all others, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from math import inf
 from typing import Final, cast
@@ -183,7 +182,7 @@ class Planner:
         if not must_measure and (self._prefilling or self.num_waiting):
             # A plan that preempts leaves the room to running requests. If nothing runs or is in flight, only an admission leads on.
             is_all_answered = self._slots.num_used == 0 and self._planned_step == self._answered_step
-            self._plan_prompts(step, draft, may_admit=not is_short or is_all_answered)
+            self._plan_prompts(draft, may_admit=not is_short or is_all_answered)
         for request in draft.aside:
             self._queue.push(request)
         if not draft.extends and not len(rows):
@@ -359,10 +358,10 @@ class Planner:
         draft.page_slots += slots
         draft.page_counts += [1] * len(lacking)
 
-    def _plan_prompts(self, step: int, draft: Draft, *, may_admit: bool) -> None:
+    def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
         short: list[Request] = []
         long: list[Request] = []
-        for request in self._prefilling_now(step, draft):
+        for request in self._prefilling:
             (long if self._count_within(draft, request) < self._missing(request) else short).append(request)
         kept, kept_us = 0, 0.0
         if long:
@@ -399,14 +398,6 @@ class Planner:
                 self._spend(draft, start, count)
                 self._slots.computed_at[slot] = start + count
                 draft.lengthen_chunk(index, count, samples=start + count == request.progress.num_known)
-
-    def _prefilling_now(self, step: int, draft: Draft) -> list[Request]:
-        if self._num_stages == 1 or not self._prefilling:
-            return self._prefilling
-        is_back = self._is_back(step, np.array([request.progress.slot for request in self._prefilling]))
-        for request in itertools.compress(self._prefilling, ~is_back):
-            draft.coming.add(self._page_behind(request))
-        return list(itertools.compress(self._prefilling, is_back))
 
     def _missing(self, request: Request) -> int:
         computed: int = self._slots.computed_at[request.progress.slot]

@@ -119,6 +119,17 @@ def test_a_pipeline_that_is_full_needs_no_results_to_go_on() -> None:
     assert slots == [[0], [1], [0]]
 
 
+def test_in_a_pipeline_the_chunks_of_a_prompt_follow_each_other() -> None:
+    """Each stage runs them in their order, so a chunk need not wait until the one before has left the pipeline."""
+    host = Host(hello=worker_hello(num_stages=2), chunked_prefill_size=4)
+    host.say(request(1, [7] * 14, max_new=2))
+    host.tick()
+    starts = [plan.sections[0].extend_starts.tolist() for plan in host.plans if isinstance(plan, StepPlan)]
+    assert starts == [[0], [4], [8]]
+    host.run()
+    assert sorted(host.ends()) == [(1, 0)]
+
+
 def test_in_a_pipeline_last_tokens_are_shared_out_evenly_too() -> None:
     """Those whose last token is under way want nothing more, and are no reason for others to wait."""
     host = Host(hello=worker_hello(num_stages=4, num_slots=16))
