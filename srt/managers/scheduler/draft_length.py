@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import Final
 
 SKIPPED: Final = 1  # first steps after a change that do not count: a smaller model may have to catch up in them
-PLAIN_STEPS: Final = 2  # steps of a trial without drafts, each of which brings one token a row
-FEWEST_STEPS: Final = 1  # steps of any other trial
+FEWEST_STEPS: Final = 1  # steps of a trial
 MOST_STEPS: Final = 16
 COUNTED_ROWS: Final = 32  # rows of a trial, over all of its steps, if that is possible
 MANY_ROWS: Final = 32  # from this number on, drafts have to show first that they bring something
 MEMORY: Final = 0.95  # factor by which a step loses weight with each later one
 GAIN: Final = 1.02  # less is no reason to change
+GAIN_BESIDE_FEW: Final = 1.1  # likewise, to leave drafts of few rows: these cost little, and times and luck vary much
+CLEAR_LOSS: Final = 0.8  # with less than this share a trial ends early
+SURE_STEPS: Final = 4  # but not before this number of steps
 CLEAR_GAIN: Final = 1.2  # less may be chance: look again soon
 FIRST_INTERVAL: Final = 128  # steps between two trials of the same number; doubles when it fails
 MOST_INTERVAL: Final = 2048
@@ -48,6 +50,7 @@ class _Band:
     """What is known of steps of about the same number of rows."""
 
     def __init__(self, num_rows: int, level: int, num_levels: int) -> None:
+        self._is_large = num_rows >= MANY_ROWS
         self._num_steps = max(FEWEST_STEPS, min(MOST_STEPS, COUNTED_ROWS // num_rows))
         self.level = level
         self.tried = -1  # the level on trial, if there is one
@@ -57,11 +60,8 @@ class _Band:
         self._num_planned = self._num_answered = 0  # steps of the trial
         self._trial_tokens = self._trial_us = 0.0
         self._intervals = [FIRST_INTERVAL] * num_levels
-        self._waits = [SKIPPED + self._num_steps] * num_levels  # steps until the next trial of each level
-
-    @property
-    def _trial_steps(self) -> int:
-        return SKIPPED + (PLAIN_STEPS if self.tried == self._plain else self._num_steps)
+        self._trial_steps = SKIPPED + self._num_steps
+        self._waits = [self._trial_steps] * num_levels  # steps until the next trial of each level
 
     @property
     def next_level(self) -> int:
@@ -78,7 +78,7 @@ class _Band:
             self._trial_us += step_us
             if self._num_answered > SKIPPED:
                 self._tried_rate.record(tokens, step_us)
-            if self._num_answered == self._trial_steps:
+            if self._num_answered == self._trial_steps or self._is_clear_loss():
                 self._conclude()
         elif level == self.level:
             if self._num_skipped:
@@ -97,10 +97,16 @@ class _Band:
                 self._trial_tokens = self._trial_us = 0.0
                 return
 
+    def _gain(self) -> float:
+        return self._tried_rate.value / self._rate.value if self._rate.value else 0.0
+
+    def _is_clear_loss(self) -> bool:
+        return self._num_answered >= SKIPPED + SURE_STEPS and self._gain() < CLEAR_LOSS
+
     def _conclude(self) -> None:
-        gain = self._tried_rate.value / self._rate.value if self._rate.value else 0.0
+        gain = self._gain()
         tried, self.tried, self._num_skipped = self.tried, -1, SKIPPED
-        if gain <= GAIN:
+        if gain <= (GAIN_BESIDE_FEW if tried == self._plain and not self._is_large else GAIN):
             lost = self._rate.lost_steps(self._trial_tokens, self._trial_us)
             self._waits[tried] = max(self._intervals[tried], min(int(lost / LOST_SHARE), MOST_INTERVAL))
             self._intervals[tried] = min(2 * self._intervals[tried], MOST_INTERVAL)
