@@ -14,7 +14,6 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,8 +21,7 @@ import torch
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.moe.experts import RouterWeight
-from srt.layers.ops import Routed
+from srt.layers.moe.expert_load import pop_expert_loads
 from srt.model_executor.loaded_model import resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
@@ -37,6 +35,7 @@ SHORTEST, LONGEST = 128, 2048  # positions of mixed rows
 WARM_UP = 4  # steps before each round
 PROFILED = 4
 LISTED = 14
+LEAST_EXPERTS = 0.95  # share of the distinct experts of even routing that a step must read
 E4M3_BELOW_2 = 0xBF  # bits of a number, of which others may be none
 
 
@@ -102,35 +101,18 @@ class Steps:
         return self._runner.sample(self._runner.execute(section))
 
 
-class ExpertWatch:
-    """Counts the distinct experts of a step. It keeps the choices that graphs write, which costs the step nothing."""
+def distinct_experts(runner: ModelRunner) -> float:
+    """Return how many experts a step read in a layer since the last call, on average over layers and steps; 0 if there are none."""
+    loads = pop_expert_loads(runner.loaded.model)
+    return sum(load.distinct for load in loads) / len(loads) if loads else 0.0
 
-    def __init__(self, runner: ModelRunner) -> None:
-        """Call it before graphs are captured."""
-        self._choices: defaultdict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
-        for name, module in runner.loaded.model.named_modules():
-            if isinstance(module, RouterWeight):
-                module.register_forward_hook(partial(self._keep, name))
 
-    def _keep(self, name: str, module: object, inputs: object, routed: Routed) -> None:
-        del module, inputs
-        self._choices[len(routed.choice.ids), name].append(routed.choice.ids)
-
-    @torch.inference_mode()
-    def forget(self) -> None:
-        """Mark all choices, so that those of the steps that follow can be told from them."""
-        for kept in self._choices.values():
-            for ids in kept:
-                ids.fill_(-1)
-
-    def text(self, num_rows: int, shape: limits.Shape) -> str:
-        """The mean over layers for the latest step of this number of rows, beside what even routing would give."""
-        layers = [ids for (rows, _), kept in self._choices.items() if rows == num_rows for ids in kept]
-        written = [ids for ids in layers if int(ids.min()) >= 0]
-        if not written:
-            return ""
-        mean = sum(len(ids.unique()) for ids in written) / len(written)
-        return f"  experts {mean:.1f} of {shape.distinct_experts(num_rows):.1f}"
+def experts_text(found: float, expected: float) -> str:
+    """Say how many experts were read beside what even routing gives, and whether these are enough for the figure to count."""
+    if not expected:
+        return ""
+    verdict = "" if found >= LEAST_EXPERTS * expected else ", too few: this does not count"
+    return f"  experts {found:.1f} of {expected:.1f}{verdict}"
 
 
 @torch.inference_mode()
@@ -188,7 +170,6 @@ def main() -> int:
     hardware = limits.measured()
     shape = limits.Shape.of(folder, args.kv_cache_dtype, args.model_overrides(), args.quantization)
     runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
-    experts = ExpertWatch(runner)
     runner.graphs.capture_all()
     fill_kv_memory(runner)
     steps = Steps(runner, lengths, most_steps)
@@ -197,16 +178,17 @@ def main() -> int:
     for num_rows in sizes:
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
-            experts.forget()
+            distinct_experts(runner)
             context = float(steps.lengths[:num_rows].mean()) + options.steps / 2
             with watched(device) as readings:
                 step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3
-            limit_ms = shape.decode_s(hardware, num_rows, context) * 1e3
-            said = (
-                f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{experts.text(num_rows, shape)}{readings.text()}"
-            )
+            distinct = distinct_experts(runner)
+            limit_ms = shape.decode_s(hardware, num_rows, context, distinct) * 1e3
+            experts = experts_text(distinct, shape.distinct_experts(num_rows))
+            said = f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{experts}{readings.text()}"
             print(f"{num_rows:4} rows of {context:7.1f} {step_ms:8.3f} ms  {said}", flush=True)
-            figures.append({"rows": num_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms})
+            figure = {"rows": num_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms}
+            figures.append(figure | ({"distinct_experts": distinct} if distinct else {}))
         if options.kernels:
             print_kernels(steps, num_rows)
     record = {"benchmark": "decode_steps", "model": options.model_path, "options": server_options, "steps": figures}

@@ -89,12 +89,15 @@ class Shape:
         """Expected number of a layer's experts that some token of the step takes, if all are equally likely."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows) if self.num_experts else 0.0
 
-    def decode_s(self, device: Device, rows: int, context: float) -> float:
-        """A step of `rows` tokens, each behind `context` others: all weights and all KV read once, or the products."""
-        return max(self.read_s(device, rows, context), self.products_s(device, rows))
+    def decode_s(self, device: Device, rows: int, context: float, distinct_experts: float = 0.0) -> float:
+        """A step of `rows` tokens, each behind `context` others: all weights and all KV read once, or the products.
 
-    def read_s(self, device: Device, rows: int, context: float) -> float:
-        experts = self.expert_weights * self.distinct_experts(rows)
+        `distinct_experts` are those that a layer read; by default as many as even routing gives.
+        """
+        return max(self.read_s(device, rows, context, distinct_experts), self.products_s(device, rows))
+
+    def read_s(self, device: Device, rows: int, context: float, distinct_experts: float = 0.0) -> float:
+        experts = self.expert_weights * (distinct_experts or self.distinct_experts(rows))
         weights = self.linear_weights * self.linear_bytes + self.head_weights * BYTES + experts * self.expert_bytes
         return (weights + rows * context * self.kv_bytes_per_token) / device.read_bytes_s
 
