@@ -21,7 +21,7 @@ import torch
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.moe.expert_load import pop_expert_loads
+from srt.layers.moe.expert_load import ExpertLoads
 from srt.model_executor.loaded_model import resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
@@ -101,9 +101,9 @@ class Steps:
         return self._runner.sample(self._runner.execute(section))
 
 
-def distinct_experts(runner: ModelRunner) -> float:
+def distinct_experts(reader: ExpertLoads) -> float:
     """Return how many experts a step read in a layer since the last call, on average over layers and steps; 0 if there are none."""
-    loads = pop_expert_loads(runner.loaded.model)
+    loads = reader.read()
     return sum(load.distinct for load in loads) / len(loads) if loads else 0.0
 
 
@@ -172,17 +172,18 @@ def main() -> int:
     runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
     runner.graphs.capture_all()
     fill_kv_memory(runner)
+    experts_read = ExpertLoads(runner.loaded.model)
     steps = Steps(runner, lengths, most_steps)
     print(f"{options.model_path} on {hardware.name}; {limits.versions()}")
     figures = []
     for num_rows in sizes:
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
-            distinct_experts(runner)
+            distinct_experts(experts_read)
             context = float(steps.lengths[:num_rows].mean()) + options.steps / 2
             with watched(device) as readings:
                 step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3
-            distinct = distinct_experts(runner)
+            distinct = distinct_experts(experts_read)
             limit_ms = shape.decode_s(hardware, num_rows, context, distinct) * 1e3
             experts = experts_text(distinct, shape.distinct_experts(num_rows))
             said = f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{experts}{readings.text()}"

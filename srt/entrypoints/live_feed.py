@@ -108,7 +108,15 @@ def difference(before: Snapshot, now: Snapshot) -> Point | None:
         "running": new["num_running"],
         "waiting": new["num_waiting"],
         **memory_shares(new),
+        **expert_values(new),
     }
+
+
+def expert_values(engine: Mapping[str, Any]) -> dict[str, float]:
+    """Return, for models with experts, how many of them a step took, the mean over layers, and the load of the busiest of all layers."""
+    distinct = [value for name, value in engine.items() if name.startswith("distinct_experts_of_layer_")]
+    peaks = [value for name, value in engine.items() if name.startswith("peak_load_of_layer_")]
+    return {"experts": sum(distinct) / len(distinct), "peak_load": max(peaks)} if distinct else {}
 
 
 def memory_shares(engine: Mapping[str, Any]) -> dict[str, float]:

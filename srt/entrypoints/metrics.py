@@ -158,11 +158,37 @@ _ENGINE_GAUGES: list[tuple[str, str, Callable[[Numbers], float]]] = [
 ]
 
 
+# Gauges of each layer with experts: how the names of the counters begin, before the layer's number, and help.
+_EXPERT_GAUGES: dict[str, tuple[str, str]] = {
+    "srt:distinct_experts": (
+        "distinct_experts_of_layer_",
+        "Experts of a layer that a step took, on average over the last second.",
+    ),
+    "srt:peak_expert_load": (
+        "peak_load_of_layer_",
+        "Tokens of a layer's busiest expert in the last second, as a multiple of the mean over all of its experts.",
+    ),
+}
+
+
 def _pages(engine: Numbers) -> dict[str, float]:
     """Return the numbers of pages by state."""
     cached = engine["num_cached_pages"] - engine["num_pinned"]
     free = engine["num_free_pages"]
     return {"free": free, "running": engine["num_total_pages"] - free - cached, "cached": cached}
+
+
+def _experts(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
+    """Add the gauges of each layer with experts, if the model has any."""
+    for name, (beginning, text) in _EXPERT_GAUGES.items():
+        samples = [
+            ({**labels, "layer": number.removeprefix(beginning)}, value)
+            for labels, engine in engines
+            for number, value in engine.items()
+            if number.startswith(beginning)
+        ]
+        if samples:
+            page.gauge(name, text, samples)
 
 
 def _engines(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
@@ -181,6 +207,7 @@ def _engines(page: Page, engines: Sequence[tuple[Labels, Numbers]]) -> None:
             "Drafts that a row may bring in the latest step; 0 where steps without drafts bring more tokens in their time.",
             [(labels, engine["row_tokens"] - 1) for labels, engine in engines if engine["num_verified_rows"]],
         )
+    _experts(page, engines)
     states = [({**labels, "state": state}, num) for labels, engine in engines for state, num in _pages(engine).items()]
     page.gauge("srt:kv_pages", "Pages of KV memory by state.", states)
     page.counter(

@@ -11,7 +11,7 @@ import torch
 
 from srt.layers.attention.base import Reading
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
-from srt.layers.moe.expert_load import pop_expert_loads
+from srt.layers.moe.expert_load import ExpertLoads
 from srt.layers.token_masks import MaskBuffers, TokenMasks
 from srt.mem_cache.tables_hash import tables_hash
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -56,6 +56,9 @@ class ModelRunner:
         self._adapters = None if loaded.adapters is None else loaded.adapters.step
         self.update_groups = UpdateGroups(loaded)
         self._planner = self._new_planner()
+        self._inspected_loads = ExpertLoads(loaded.model)
+        self.expert_loads = ExpertLoads(loaded.model)
+        """For the worker's process, which reports them. Inspections have a reader of their own."""
 
     def _new_planner(self) -> StepPlanner:
         state = self.state
@@ -138,7 +141,7 @@ class ModelRunner:
 
     def _expert_values(self) -> dict[str, Scalar]:
         """Return, for models with experts, what its layers took since the last inspection: means of steps, layer after layer."""
-        loads = pop_expert_loads(self.loaded.model)
+        loads = self._inspected_loads.read()
         if not loads:
             return {}
         return {

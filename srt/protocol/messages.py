@@ -390,7 +390,8 @@ class StepResult(Wire, frozen=True, tag=61):
 
     The count is 1 for the end of a prompt, 0 to the plan's `row_tokens` for a decode, and -1 (no ids) if the model gave no finite logits.
     `ids_hash` is compared with the other ranks'; a single rank sends 0. `wants_capture`: the steps launched so far lack a graph that
-    is worth capturing even while requests run.
+    is worth capturing even while requests run. `distinct_experts` and `peak_loads`, of each layer with experts, come about once a second:
+    how many of them a step took, and the load of the busiest, as a multiple of the mean.
     """
 
     step: int
@@ -400,6 +401,8 @@ class StepResult(Wire, frozen=True, tag=61):
     logprobs: list[RowLogprobs]
     step_us: int
     wants_capture: bool = False
+    distinct_experts: tuple[float, ...] = ()
+    peak_loads: tuple[float, ...] = ()
 
 
 class StepAck(Wire, frozen=True, tag=62):

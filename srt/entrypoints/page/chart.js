@@ -20,7 +20,7 @@ export class Chart {
   }
 
   show(points) {
-    const known = points.filter((point) => point[this.series[0].key] !== null);
+    const known = points.filter((point) => point[this.series[0].key] != null);
     const top = Math.max(0, ...known.map((point) => this.#height(point, this.series.length - 1)));
     this.range.textContent = top > 0 ? `up to ${this.format(top)}` : "";
     this.canvas.setAttribute("aria-label", `${this.title} over the last ${HISTORY_S / 60} minutes: ${this.#inWords(known, top)}`);
@@ -70,7 +70,7 @@ export class Chart {
 function unbroken(points, key) {
   const runs = [[]];
   for (const point of points) {
-    if (point[key] !== null) runs.at(-1).push(point);
+    if (point[key] != null) runs.at(-1).push(point);
     else if (runs.at(-1).length) runs.push([]);
   }
   return runs.filter((run) => run.length);

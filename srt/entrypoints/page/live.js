@@ -44,6 +44,18 @@ const charts = [
     format: percent,
   }),
 ];
+const expertCharts = [
+  new Chart({
+    title: "Experts that a step takes",
+    series: [{ key: "experts", words: "mean over layers" }],
+    format: whole,
+  }),
+  new Chart({
+    title: "Load of the busiest expert",
+    series: [{ key: "peak_load", words: "multiple of the mean" }],
+    format: (value) => `${value.toFixed(1)} ×`,
+  }),
+];
 at("charts").append(...charts.map((chart) => chart.figure));
 
 let watching = null; // the AbortController of the statistics' stream
@@ -120,6 +132,10 @@ function showEngine(engine, stats) {
   at("step").textContent = now?.step_ms == null ? "–" : `${now.step_ms.toFixed(now.step_ms < 10 ? 2 : 0)} ms`;
   at("hits").textContent = engine.num_prompt_tokens ? percent(engine.num_cached_tokens / engine.num_prompt_tokens) : "–";
   showMemory(stats.memory, engine);
+  if (!charts.includes(expertCharts[0]) && now?.experts != null) {
+    charts.push(...expertCharts);
+    at("charts").append(...expertCharts.map((chart) => chart.figure));
+  }
   for (const chart of charts) chart.show(points);
   at("facts").textContent = `${engine.num_finished} requests finished, ${engine.num_generated_tokens} tokens generated, `
     + `${engine.num_preempted} preemptions. ${drafts(engine)}Live requests of frontend ${stats.frontend.index}: ${stats.frontend.live_requests}.`;

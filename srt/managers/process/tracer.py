@@ -81,6 +81,10 @@ class Tracer:
         """Mark a moment within a span."""
         self._async("n", kind, number, name, at_s, args)
 
+    def count(self, name: str, at_s: float, values: Mapping[str, float]) -> None:
+        """Record values that are drawn as curves over time."""
+        self._add({"ph": "C", "name": name, "ts": at_s, "tid": MAIN, "args": values})
+
     def arrow(self, phase: str, kind: str, number: int, at_s: float, row: int = MAIN) -> None:
         """Record that an arrow starts (`s`), passes (`t`) or ends (`f`) at the slice that contains this moment."""
         if kind in (STEP, BATCH):

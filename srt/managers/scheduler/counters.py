@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, fields
 
 from srt.protocol.messages import Scalar
 
+_OF_LAYERS = {"distinct_experts": "distinct_experts_of_layer_", "peak_loads": "peak_load_of_layer_"}
+"""Beginnings of names, followed by the number of a layer among those with experts."""
+
 
 class Histogram:
     """Numbers of values by range: above the previous bound and at most this one; the last range is above all bounds."""
@@ -57,6 +60,8 @@ class Counters:
     num_computed_prompt_tokens: int = 0  # in these steps
     num_verified_rows: int = 0  # decode rows of steps that may bring several ids, if the engine drafts
     num_verified_ids: int = 0  # that these rows brought
+    distinct_experts: tuple[float, ...] = ()  # of each layer, as a worker last reported them
+    peak_loads: tuple[float, ...] = ()
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(1, 4, 16, 64, 256))
     queue_ms: Histogram = field(default_factory=lambda: Histogram(1, 10, 100, 1000, 10_000))
 
@@ -91,5 +96,8 @@ class Counters:
         values: dict[str, Scalar] = {}
         for one in fields(self):
             name, value = one.name, getattr(self, one.name)
-            values |= value.values(name) if isinstance(value, Histogram) else {name: value}
+            if isinstance(value, tuple):
+                values |= {f"{_OF_LAYERS[name]}{layer}": number for layer, number in enumerate(value)}
+            else:
+                values |= value.values(name) if isinstance(value, Histogram) else {name: value}
         return values

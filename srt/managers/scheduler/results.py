@@ -57,6 +57,8 @@ class ResultReader:
         if not has_one_each:
             self._check(planned, result)
         self._counters.step_us += result.step_us
+        if result.distinct_experts:
+            self._counters.distinct_experts, self._counters.peak_loads = result.distinct_experts, result.peak_loads
         logged = [self._log(planned, row) for row in result.logprobs]
         alive = self._slots.incarnation[rows] == planned.sampling_incarnations
         num_dropped = alive.tobytes().count(0)

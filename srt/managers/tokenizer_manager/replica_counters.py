@@ -8,6 +8,7 @@ from srt.protocol.messages import Scalar
 
 # Values that are no counts: the mean of all replicas stands for them.
 AVERAGED = ("expected_share_of_max_new_tokens", "decode_step_us", "prompt_token_ns")
+AVERAGED_OF_LAYERS = ("distinct_experts_of_layer_", "peak_load_of_layer_")  # beginnings of names
 
 
 def combined(replicas: Sequence[Mapping[str, Scalar]]) -> dict[str, Scalar]:
@@ -26,4 +27,8 @@ def _combined(name: str, values: list[Scalar]) -> Scalar:
         return any(values)
     if name.startswith("max_"):
         return max(numbers)
-    return sum(numbers) / len(numbers) if name in AVERAGED else sum(numbers)
+    return sum(numbers) / len(numbers) if _is_averaged(name) else sum(numbers)
+
+
+def _is_averaged(name: str) -> bool:
+    return name in AVERAGED or name.startswith(AVERAGED_OF_LAYERS)

@@ -216,13 +216,27 @@ class TpWorker:
         if self._rank == 0:
             wants_capture = self._runner.graphs.is_missing_one
             self._link.send(
-                StepResult(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us, wants_capture)
+                StepResult(
+                    *(done.step, rows.counts, rows.ids, ids_hash, rows.logprobs, step_us, wants_capture),
+                    *self._experts(now_s),
+                )
             )
         else:
             self._link.send(StepAck(done.step, self._rank, ids_hash, step_us))
         if self._trace.is_on:
             self._trace.slice("answer", now_s, step=done.step)
         self._times.answered(done.step, begun_s, now_s, time.monotonic())
+
+    def _experts(self, now_s: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return (the distinct experts, the peak load) of each layer with experts: about once a second, else nothing."""
+        loads = self._runner.expert_loads.poll(now_s)
+        distinct, peaks = tuple(load.distinct for load in loads), tuple(load.peak for load in loads)
+        if loads and self._trace.is_on:
+            for name, values in (("distinct experts", distinct), ("peak load of experts", peaks)):
+                self._trace.count(
+                    name, now_s, {f"layer {layer}": round(value, 2) for layer, value in enumerate(values)}
+                )
+        return distinct, peaks
 
     def _done(self, plan: WorkPlan) -> WorkDone:
         """Do work other than a step, and return its answer."""

@@ -9,6 +9,7 @@ import pytest
 
 from srt.entrypoints.live_feed import HISTORY, difference
 from srt.managers.process.heartbeats import ProcessStatus
+from srt.managers.scheduler.counters import Counters
 from tests.support.page_server import COUNTERS
 from tests.unit.entrypoints.fake_engine import World
 
@@ -52,6 +53,14 @@ def test_a_point_is_what_happened_between_two_observations() -> None:
         "kv_cached": 0.2,
         "kv_free": 0.5,
     }
+
+
+def test_a_model_with_experts_tells_how_many_a_step_takes_and_which_is_the_busiest() -> None:
+    later = observation(2.0)
+    told = Counters(distinct_experts=(4.0, 6.0), peak_loads=(1.5, 2.5)).values()
+    later["engine"] |= {name: value for name, value in told.items() if "_of_layer_" in name}
+    point = difference(observation(1.0), later)
+    assert point is not None and (point["experts"], point["peak_load"]) == (5.0, 2.5)
 
 
 def test_where_nothing_ran_there_is_no_step_time() -> None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from srt.entrypoints.metrics import CONTENT_TYPE, Page, render
 from srt.entrypoints.service import Service
 from srt.managers.process.heartbeats import HeartbeatWriter
+from srt.managers.scheduler.counters import Counters
 from srt.managers.scheduler.engine_status import EngineStatus
 from srt.managers.tokenizer_manager.frontend_metrics import FrontendMetrics
 from srt.server_args import ServerArgs
@@ -69,6 +70,17 @@ def test_the_engines_numbers_are_those_of_the_scheduler(tmp_path: Path) -> None:
     step = found["srt:step_time_seconds"]
     assert (value(step, "_count"), value(step, "_sum")) == (1, 0.0025)
     assert (value(step, "_bucket", le="0.002"), value(step, "_bucket", le="0.003")) == (0, 1)
+
+
+def test_each_layer_with_experts_has_its_load(tmp_path: Path) -> None:
+    assert "srt:distinct_experts" not in families(render(server(tmp_path)))
+    counters = Counters(distinct_experts=(5.5, 7.0), peak_loads=(1.25, 3.0)).values()
+    host = Host().scheduler.counters()
+    assert host is not None
+    EngineStatus(tmp_path, None).publish(host | counters, 100.0)
+    found = families(render(Service(ServerArgs(model_path="m"), 0, tmp_path)))
+    assert [value(found["srt:distinct_experts"], layer=str(layer)) for layer in range(2)] == [5.5, 7.0]
+    assert [value(found["srt:peak_expert_load"], layer=str(layer)) for layer in range(2)] == [1.25, 3.0]
 
 
 def test_whichever_frontend_is_asked_tells_for_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -300,6 +301,7 @@ class LateRunner:
     def __init__(self, log: list[str], ready: bool) -> None:
         self._log, self._ready, self._count = log, ready, 0
         self.graphs = OneGraph(log)
+        self.expert_loads = SimpleNamespace(poll=lambda now_s: [])
 
     def launch(self, section: PlanSection) -> LateOutput:
         self._count += 1
