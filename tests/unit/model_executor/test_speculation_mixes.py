@@ -1,0 +1,111 @@
+"""Random mixes of all parameters, with any number of drafts in each step, on all sizes of pages and chunks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from srt.distributed.parallel_state import TensorParallel
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.drafted_engine import (
+    MOST_DRAFTS,
+    NOISE,
+    Answers,
+    answers_of,
+    check_equal,
+    engine_of,
+    noisy,
+    requests_of,
+)
+from tests.support.ranks import run_ranks
+from tests.support.recorder import Recorder
+from tests.support.runners import make_runner
+from tests.support.whole_engine import WholeEngine
+
+NUM_REQUESTS = 14
+SEED = 23
+OPTIONS: dict[str, Any] = {"max_total_tokens": 160, "max_running_requests": 5, "schedule_conservativeness": 0.01}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: CheckpointFactory) -> Answers:
+    engine, _ = engine_of(checkpoint("qwen3"), 16)
+    return answers_of(engine, requests_of(SEED, NUM_REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that draws like the other in about half of the cases."""
+    return noisy(checkpoint("qwen3"), tmp_path_factory.mktemp("small") / "noisy", NOISE)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "graphs"),
+    [
+        *itertools.product((1, 16), (1, 7, 64), [None]),
+        *[(1, 7, Recorder()), (16, 64, Recorder())],  # as on a GPU
+    ],
+)
+def test_any_number_of_drafts_in_each_step_changes_no_answer(
+    checkpoint: CheckpointFactory,
+    expected: Answers,
+    small: Path,
+    page_size: int,
+    chunk: int,
+    algorithm: str,
+    graphs: Recorder | None,
+) -> None:
+    draft: dict[str, Any] = {"speculative_draft_model_path": str(small)} if algorithm == "STANDALONE" else {}
+    engine, runner = engine_of(
+        checkpoint("qwen3"),
+        page_size,
+        hears_late=graphs is not None,
+        capture=graphs,
+        chunked_prefill_size=chunk,
+        speculative_algorithm=algorithm,
+        speculative_num_draft_tokens=1 + MOST_DRAFTS,
+        **draft,
+        **OPTIONS,
+    )
+    if graphs is not None:
+        runner.graphs.capture_all()
+    rng, length = random.Random(page_size + chunk), engine.core.planner._draft_length
+    length.choose = lambda num_rows: rng.choice((1, 1, 2, 3, 5))  # type: ignore[method-assign]
+    aborted = (2, 9)
+    check_equal(answers_of(engine, requests_of(SEED, NUM_REQUESTS), aborted), expected, aborted)
+    assert engine.core.counters.num_verified_rows > 10
+    engine.core.memory.check([])
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+def test_drafts_of_two_ranks_change_no_answer(
+    checkpoint: CheckpointFactory, expected: Answers, small: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """Each rank is given the plans of a scheduler of its own, which plans alike as long as the ranks draw alike."""
+    draft: dict[str, Any] = {"speculative_draft_model_path": str(small)} if algorithm == "STANDALONE" else {}
+
+    def answers_of_rank(tp: TensorParallel) -> Answers:
+        runner = make_runner(
+            checkpoint("qwen3"),
+            16,
+            tp,
+            tp_size=2,
+            chunked_prefill_size=7,
+            speculative_algorithm=algorithm,
+            speculative_num_draft_tokens=1 + MOST_DRAFTS,
+            **draft,
+            **OPTIONS,
+        )
+        engine = WholeEngine(replace(runner.loaded.args, tp_size=1), runner)
+        rng = random.Random(5)
+        engine.core.planner._draft_length.choose = lambda num_rows: rng.choice((1, 2, 3, 5))  # type: ignore[method-assign]
+        return answers_of(engine, requests_of(SEED, NUM_REQUESTS))
+
+    for found in run_ranks(2, tmp_path, answers_of_rank):
+        check_equal(found, expected)
