@@ -200,21 +200,24 @@ class ServerArgs(LoraOptions):
     speculative_algorithm: str | None = option(
         None,
         "draft several tokens and verify them in one step, on a CPU or one GPU; NGRAM: what followed the same tokens earlier in the"
-        " request; STANDALONE: what a smaller model draws",
+        " request; STANDALONE: what a smaller model draws; EAGLE3, on a CPU: what a head draws that reads the model's hidden states",
         group=SPECULATION,
         choices=SPECULATIVE_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = option(
         None,
-        "checkpoint of the smaller model, with the same vocabulary: an existing folder, a shipped name, or a hub id",
+        "checkpoint of the smaller model with the same vocabulary, or of the head: an existing folder, a shipped name, or a hub id",
         group=SPECULATION,
     )
     speculative_num_steps: int | None = option(
-        None, "tokens that the smaller model draws for each request in a step", group=SPECULATION
+        None, "tokens that the smaller model or the head draws for each request in a step", group=SPECULATION
+    )
+    speculative_eagle_topk: int | None = option(
+        None, "drafts for each place with EAGLE3; only 1 is supported", group=SPECULATION
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "tokens that a step verifies of each request, the one that is no draft included (default: 8; STANDALONE: 5)",
+        "tokens that a step verifies of each request, the one that is no draft included (default: 8; STANDALONE: 5; EAGLE3: 4)",
         group=SPECULATION,
     )
     speculative_ngram_min_match_window_size: int = option(
@@ -405,16 +408,9 @@ class ServerArgs(LoraOptions):
         ):
             if getattr(self, name) is not None:
                 self._at_least(name, least)
-        obstacle = speculation_obstacle(
-            self.speculative_algorithm,
-            self.speculative_draft_model_path,
-            self.speculative_num_steps,
-            self.speculative_num_draft_tokens,
-            self.speculative_ngram_min_match_window_size,
-            self.speculative_ngram_max_match_window_size,
-        )
         values = dataclasses.asdict(self)
-        if (obstacle := obstacle or rank_obstacle(values) or option_obstacle(values)) is not None:
+        obstacle = speculation_obstacle(values) or rank_obstacle(values) or option_obstacle(values)
+        if obstacle is not None:
             raise ArgumentError(obstacle)
 
     def _check_http(self) -> None:
@@ -502,8 +498,7 @@ class ServerArgs(LoraOptions):
 UNSUPPORTED = frozenset(
     "attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
     " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " sampling_backend enable_memory_saver"
-    " speculative_eagle_topk max_loaded_loras lora_eviction_policy lora_backend"
+    " sampling_backend enable_memory_saver max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()
 )

@@ -10,7 +10,7 @@ positions behind the window are outdated: their pages may be another request's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -181,11 +181,59 @@ class KVHeads(NamedTuple):
     head_dim: int
 
 
+class FuseWeights(NamedTuple):
+    """How hidden states are fused: as a product with a matrix [size, inputs], before which they may be normed."""
+
+    matrix: torch.Tensor
+    norm: torch.Tensor | None
+    eps: float
+
+
+class FeaturePool:
+    """Hidden states of some layers of a model, fused to one vector for each token, by flat location.
+
+    A head that drafts reads them (EAGLE-3). Their locations are those of the first page group, so a cached prefix has them too.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[int],
+        fuse: Callable[[torch.Tensor], torch.Tensor],
+        weights: FuseWeights,
+        num_locations: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`taps` are the layers whose inputs are fused; `fuse` makes vectors of `size` from their concatenation, by `weights`."""
+        self.taps = tuple(taps)
+        self.memory = _zeros((num_locations, size), dtype, device)
+        self.weights = weights
+        self._fuse = fuse
+        self._inputs: torch.Tensor | None = None
+
+    def note(self, layer: int, hidden: torch.Tensor, locations: torch.Tensor) -> None:
+        """Copy the input [tokens, hidden size] of a tapped layer. With the last of these layers, fuse and store them."""
+        width = hidden.shape[1]
+        if layer == min(self.taps):
+            self._inputs = hidden.new_empty((len(hidden), len(self.taps) * width))
+        assert self._inputs is not None, "layers run in order"
+        for place, tap in enumerate(self.taps):
+            if tap == layer:
+                self._inputs[:, place * width : (place + 1) * width].copy_(hidden)
+        if layer == max(self.taps):
+            self.memory.index_copy_(0, locations, self._fuse(self._inputs))
+            self._inputs = None
+
+
 class MHATokenToKVPool:
     """Keys and values of all layers by flat location: the pages of the layer's group, followed by the dummy page.
 
     In float8_e4m3fn they are stored divided by their layer's `k_scales` and `v_scales`; with other dtypes the scales are 1.
     """
+
+    features: FeaturePool | None = None
+    """Where hidden states go that something else reads."""
 
     def __init__(
         self,

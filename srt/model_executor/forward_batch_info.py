@@ -93,12 +93,13 @@ class ForwardBatch:
     """[N] int64: indices of the tokens whose hidden states are needed. The last layer drops the others after its attention. None: all."""
 
     stage_input: torch.Tensor | None = None
-    """[T, hidden size]: the hidden states from the stage before; None in the first stage. The residual is already added to them."""
+    """[T, hidden size]: the hidden states from the stage before, or what a head reads beside its tokens; else None. The residual is already
+    added to them."""
 
     @property
     def received(self) -> torch.Tensor:
-        """The hidden states from the stage before, in a stage that has one before it."""
-        assert self.stage_input is not None, "the stage before has sent nothing"
+        """The hidden states from the stage before, in a stage that has one before it, or those that a head reads."""
+        assert self.stage_input is not None, "nothing was sent to these layers"
         return self.stage_input
 
     def locations_of(self, layer_id: int) -> torch.Tensor:

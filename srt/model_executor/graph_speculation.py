@@ -91,8 +91,9 @@ class GraphSpeculatingRunner(ModelRunner):
         self._enter_changes(section)
         rows = structs.replace(section, admissions=[], pages=[])
         if len(rows.extend_slots):
+            executed = super()._execute(rows)
             self._drafter.read_prompts(rows)
-            return super()._execute(rows)
+            return executed
         num_drafts = self._draft(slots, section.row_tokens - 1)
         if not num_drafts.any():
             self._enter_all()

@@ -19,6 +19,7 @@ from srt.layers.logits_processor import LogitsProcessor
 from srt.layers.ops import LayerOps
 from srt.layers.ops_choice import layer_ops
 from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPool
+from srt.model_executor.loaded_head import LoadedHead
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
 from srt.model_executor.step.draw_store import DrawStore
@@ -68,9 +69,8 @@ class LoadedModel:
     draw_store: DrawStore
     model: AnyModel
     adapters: ModelAdapters | None = None  # None: the server has no LoRA adapters
-    drafting_bytes: int = (
-        0  # of a token's keys and values in a smaller model that drafts, whose pages have the same numbers
-    )
+    drafting_bytes: int = 0  # of a token in what drafts beside the model, whose pages have the same numbers
+    head: LoadedHead | None = None  # what drafts from the model's hidden states
 
     @property
     def our_model(self) -> CausalLM:

@@ -70,10 +70,14 @@ class SpeculatingRunner(ModelRunner):
     def _execute(self, section: PlanSection) -> ExecutedStep:
         self._enter_changes(section)
         rows = structs.replace(section, admissions=[], pages=[])
+        step = self._execute_rows(rows)
         if len(rows.extend_slots):
             self._drafter.read_prompts(rows)
+        return step
+
+    def _execute_rows(self, rows: PlanSection) -> ExecutedStep:
         slots = rows.decode_slots.astype(np.int64)
-        num_drafts = self._draft(slots, section.row_tokens - 1)
+        num_drafts = self._draft(slots, rows.row_tokens - 1)
         if not num_drafts.any():
             return super()._execute(rows)
         num_tokens = len(slots) + int(num_drafts.sum())

@@ -18,7 +18,7 @@ from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding
-from srt.models.stage_layers import stage_layers
+from srt.models.stage_layers import note_input, stage_layers
 from srt.utils.layer_spec import Experts, FeedForward
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
@@ -145,13 +145,15 @@ class Decoder(nn.Module):
         stream = Stream(self.embed_tokens(input_ids) if self._stage.is_first else batch.received)
         layers = cast("list[DecoderLayer]", list(self.layers))
         last = layers[-1]
-        for layer, following in pairwise(layers):
+        for number, (layer, following) in enumerate(pairwise(layers)):
+            note_input(number, stream, batch)
             stream = layer.add(*layer.attend(stream, rotation, batch))
             stream = layer.finish(stream, following.input_layernorm)
         if not self._stage.is_last:
             stream = last.finish(last.add(*last.attend(stream, rotation, batch)), None)
             assert stream.delta is not None, "without a next norm the layer's output is not added yet"
             return stream.hidden + stream.delta
+        note_input(len(layers) - 1, stream, batch)
         taken = _of_tokens(batch.output_tokens, *last.attend(stream, rotation, batch))
         if not len(taken[1]):
             return taken[1]

@@ -20,7 +20,7 @@ from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
-from srt.models.stage_layers import stage_layers
+from srt.models.stage_layers import note_input, stage_layers
 from srt.utils.layer_spec import Activation, Experts, FeedForward, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
@@ -224,10 +224,12 @@ class PlainDecoder(nn.Module):
         rotations = [rope(positions) for rope in self.rotary_embs]
         stream = Stream(self._embed(input_ids) if self._stage.is_first else batch.received)
         *layers, last = self.layers
-        for layer in layers:
+        for number, layer in enumerate(layers):
+            note_input(number, stream, batch)
             stream = layer(stream, rotations, batch)
         if not self._stage.is_last:
             return last(stream, rotations, batch).total  # type: ignore[no-any-return]
+        note_input(len(layers), stream, batch)
         ended: Stream = last(stream, rotations, batch, batch.output_tokens)
         if not len(ended.hidden):
             return ended.hidden

@@ -1,12 +1,17 @@
-"""The layers of a stage, in a list of modules."""
+"""The layers of a stage, in a list of modules, and what is kept of the hidden states between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from srt.layers.ops import Stream
 from srt.utils.pipeline_stage import Stage
+
+if TYPE_CHECKING:
+    from srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def stage_layers(stage: Stage, make: Callable[[int], nn.Module]) -> nn.ModuleList:
@@ -15,3 +20,10 @@ def stage_layers(stage: Stage, make: Callable[[int], nn.Module]) -> nn.ModuleLis
     for layer_id in stage.layers:
         layers.add_module(str(layer_id), make(layer_id))
     return layers
+
+
+def note_input(layer: int, stream: Stream, batch: ForwardBatch) -> None:
+    """Keep the stream before a layer for a head that drafts, if there is one and it reads this layer's input."""
+    features = batch.token_to_kv_pool.features
+    if features is not None and layer in features.taps:
+        features.note(layer, stream.total, batch.out_cache_loc)

@@ -34,7 +34,7 @@ class Drafter(Protocol):
         """Note the admissions and pages of a step, which the tables have already. Its rows come afterwards."""
 
     def read_prompts(self, section: PlanSection) -> None:
-        """Compute what later guesses need of the step's chunks of prompts. The section has nothing else."""
+        """Compute what later guesses need of the step's chunks of prompts, for which the model has run. Its decodes are not meant."""
 
     def draft(self, rows: DraftRows) -> Ints:
         """Write up to `most` drafts of each row into the token table, behind its last known token. Return how many each has got."""

@@ -130,6 +130,11 @@ class ModelConfig:
         return cls._of_family(family_of(architecture), raw, folder, context_length, quantization)
 
     @classmethod
+    def of_values(cls, folder: Path, architecture: str, values: Mapping[str, Any]) -> ModelConfig:
+        """Read values like those of a config.json of this architecture, which `folder` holds in another form."""
+        return cls._of_family(family_of(architecture), _merged(values, {}), folder, None, None)
+
+    @classmethod
     def _of_family(
         cls,
         family: Family,

@@ -76,6 +76,15 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
             "--speculative-num-draft-tokens needs --speculative-algorithm",
         ),
         ([*MODEL, "--speculative-algorithm", "STANDALONE"], "needs --speculative-draft-model-path"),
+        ([*MODEL, "--speculative-algorithm", "EAGLE3"], "EAGLE3 needs --speculative-draft-model-path"),
+        ([*MODEL, "--speculative-eagle-topk", "1"], "--speculative-eagle-topk needs --speculative-algorithm EAGLE3"),
+        (
+            [
+                *MODEL,
+                *"--speculative-algorithm EAGLE3 --speculative-draft-model-path h --speculative-eagle-topk 4".split(),
+            ],
+            "drafts are chains",
+        ),
         ([*MODEL, "--speculative-num-steps", "4"], "--speculative-num-steps needs --speculative-algorithm STANDALONE"),
         ([*MODEL, "--speculative-draft-model-path", "d"], "needs --speculative-algorithm STANDALONE"),
         (

@@ -75,4 +75,6 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.srt_draw_behind.restype = library.srt_draft.restype = None
     library.srt_draw_behind.argtypes = c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p
     library.srt_draft.argtypes = c_void_p, c_void_p, c_void_p
+    library.srt_draft_with_head.restype = None
+    library.srt_draft_with_head.argtypes = c_void_p, c_void_p, c_void_p, c_void_p
     return library

@@ -43,7 +43,17 @@ struct Model {
     int64_t page_size;
     float eps;
     float angle_factor;
-    Kind kind;  // of the embedding, the memory of keys and values, and the logits
+    Kind kind;            // of the embedding, the memory of keys and values, and the logits
+    int32_t num_taps;     // layers whose inputs are kept
+    const int64_t* taps;  // their numbers
+    Matrix fuse;          // makes one vector of these inputs, side by side
+    const float* fuse_norm;  // of the inputs together; or null
+    void* features;          // [locations, outputs of `fuse`] of the model's type: where the vectors go, by location in the first group
+    float fuse_eps;
+    // A head that drafts reads two vectors of each token: the embedding, of which this is the norm, and another, normed by the layer's own.
+    const float* embedding_norm;  // null: the model is no such head
+    int32_t begins_normed;        // its stream begins with the normed vector
+    int32_t ends_normed;          // what it gives for the next token is normed
 };
 
 struct PageTable {
@@ -59,6 +69,9 @@ struct Rows {
     const int64_t* slots;
     const PageTable* tables;  // [groups]
     void* logits;             // [rows, vocabulary]
+    float* taps;              // [rows, taps, hidden]: the inputs of the tapped layers; or null
+    const float* vectors;     // [rows, hidden]: what a head reads beside the embedding
+    float* streams;           // [rows, hidden]: what it gives for the next token; or null
 };
 
 constexpr int64_t CHUNK_BYTES = 64 << 10;  // of weights, unless there are too few of them for all threads
@@ -75,11 +88,11 @@ struct Buffers {
         int64_t widest = 0, most_activated = 0;
         for (int64_t i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
-            widest = std::max({widest, layer.qkv.num_outputs, layer.gate_up.num_outputs});
+            widest = std::max({widest, layer.qkv.num_outputs, layer.gate_up.num_outputs, layer.qkv.num_inputs});
             most_activated = std::max(most_activated, layer.down.num_inputs);
         }
         grow(hidden, rows * model.hidden_size);
-        grow(normed, rows * model.hidden_size);
+        grow(normed, rows * std::max(model.hidden_size, widest));
         grow(wide, rows * widest);
         grow(activated, rows * most_activated);
         grow(attended, rows * model.heads.num_heads * model.heads.head_dim);
@@ -109,14 +122,18 @@ public:
         for (int64_t row = 1; row < rows.num_rows; row++) shares_slots_ |= rows.slots[row] == rows.slots[row - 1];
     }
 
-    // Embedding, then the parts of each layer, then the last norm and the head.
-    int num_phases() const override { return 3 + NUM_PARTS * int(model_.num_layers); }
+    // Embedding, then the parts of each layer, then the last norm, the head, and what a head that drafts reads.
+    int num_phases() const override { return phases_of(model_); }
+
+    static int phases_of(const Model& model) { return 4 + NUM_PARTS * int(model.num_layers); }
 
     int num_chunks(int phase) const override {
-        if (phase == 0 || phase == num_phases() - 2) return int(rows_.num_rows);
-        if (phase == num_phases() - 1) return chunks_of(model_.head);
+        if (phase == 0 || phase == num_phases() - 3) return int(rows_.num_rows);
+        if (phase == num_phases() - 2) return chunks_of(model_.head);
+        if (phase == num_phases() - 1) return rows_.taps ? chunks_of(model_.fuse) : 0;
         const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
         switch ((phase - 1) % NUM_PARTS) {
+            case NORM: return model_.embedding_norm ? 0 : int(rows_.num_rows);
             case QKV: return chunks_of(layer.qkv);
             case KEYS: return shares_slots_ ? int(rows_.num_rows * model_.heads.num_kv_heads) : 0;
             case ATTENTION: return int(rows_.num_rows * model_.heads.num_kv_heads);
@@ -131,11 +148,12 @@ public:
 
     void run(int phase, int chunk, int thread) override {
         if (phase == 0) return embed(chunk);
-        if (phase == num_phases() - 2) return norm_row(chunk, model_.final_norm, model_.head);
-        if (phase == num_phases() - 1) return logits(chunk);
+        if (phase == num_phases() - 3) return end_row(chunk);
+        if (phase == num_phases() - 2) return logits(chunk);
+        if (phase == num_phases() - 1) return fuse(chunk);
         const Layer& layer = model_.layers[(phase - 1) / NUM_PARTS];
         switch ((phase - 1) % NUM_PARTS) {
-            case NORM: return norm_row(chunk, layer.input_norm, layer.qkv);
+            case NORM: keep_input((phase - 1) / NUM_PARTS, chunk); return norm_row(chunk, layer.input_norm, layer.qkv);
             case QKV: return project(layer.qkv, chunk);
             case KEYS: return store_chunk(layer, chunk);
             case ATTENTION: return attend_chunk(layer, chunk, own_[thread]);
@@ -179,11 +197,42 @@ private:
         const int64_t size = model_.hidden_size, half = model_.heads.head_dim / 2;
         const Stored* from = static_cast<const Stored*>(model_.embedding) + rows_.ids[row] * size;
         for (int64_t i = 0; i < size; i += LANES) store(&buffers_.hidden[row * size + i], load(from + i));
+        if (model_.embedding_norm) join(row);
         for (int64_t i = 0; i < half; i++) {
             const float angle = float(rows_.positions[row]) * model_.frequencies[i];
             buffers_.cosines[row * half + i] = std::cos(angle) * model_.angle_factor;
             buffers_.sines[row * half + i] = std::sin(angle) * model_.angle_factor;
         }
+    }
+
+    // Norm the embedding and the other vector of a head's token, side by side; the stream begins with the other.
+    void join(int64_t row) {
+        const int64_t size = model_.hidden_size;
+        float *stream = &buffers_.hidden[row * size], *both = &buffers_.normed[row * 2 * size];
+        const float* vector = rows_.vectors + row * size;
+        norm(stream, model_.embedding_norm, size, model_.eps, both);
+        norm(vector, model_.layers[0].input_norm, size, model_.eps, both + size);
+        std::copy_n(model_.begins_normed ? both + size : vector, size, stream);
+    }
+
+    void keep_input(int64_t layer, int64_t row) {
+        if (!rows_.taps) return;
+        const int64_t size = model_.hidden_size;
+        for (int64_t tap = 0; tap < model_.num_taps; tap++) {
+            if (model_.taps[tap] == layer) std::copy_n(&buffers_.hidden[row * size], size, rows_.taps + (row * model_.num_taps + tap) * size);
+        }
+    }
+
+    void end_row(int64_t row) {
+        const int64_t size = model_.hidden_size;
+        norm_row(row, model_.final_norm, model_.head);
+        if (rows_.taps && model_.fuse_norm) {
+            float* kept = rows_.taps + row * model_.num_taps * size;
+            norm(kept, model_.fuse_norm, model_.num_taps * size, model_.fuse_eps, kept);
+        }
+        if (!rows_.streams) return;
+        const std::vector<float>& from = model_.ends_normed ? buffers_.normed : buffers_.hidden;
+        std::copy_n(&from[row * size], size, rows_.streams + row * size);
     }
 
     // Norm a row for its product with `next`.
@@ -245,6 +294,15 @@ private:
         each_tile(model_.head, chunk, [&](int64_t begin) {
             multiply(model_.head, begin, inputs(buffers_.normed), rows_.num_rows, [&](int64_t row, int64_t output, float value) {
                 put(out + row * model_.head.num_outputs + output, value);
+            });
+        });
+    }
+
+    void fuse(int chunk) {
+        Stored* out = static_cast<Stored*>(model_.features);
+        each_tile(model_.fuse, chunk, [&](int64_t begin) {
+            multiply(model_.fuse, begin, {rows_.taps, nullptr, nullptr}, rows_.num_rows, [&](int64_t row, int64_t output, float value) {
+                put(out + rows_.tables[0].locations[row] * model_.fuse.num_outputs + output, value);
             });
         });
     }
@@ -327,6 +385,69 @@ void run_step(Runner& runner, const Rows& rows) {
     team.run(step);
 }
 
+// Draft with a head: draw one token of each row in a step. Sequences begin at each slot's second token, whose entry is the first.
+template <class Stored>
+class HeadSteps {
+public:
+    HeadSteps(Runner& runner, const Sequences& all, const HeadTables& head) : runner_(runner), all_(all), head_(head) {}
+
+    void operator()(const std::vector<int64_t>& slots, const std::vector<int64_t>& entries, int64_t* ids) {
+        const int64_t num_tokens = int64_t(slots.size()), size = runner_.model.hidden_size;
+        const Looked looked(all_, slots.data(), entries.data(), num_tokens);
+        vectors_.resize(num_tokens * size);
+        for (int64_t i = 0; i < num_tokens; i++) read_vector(slots[i], entries[i], &vectors_[i * size]);
+        streams_.resize(num_tokens * size);
+        const PageTable table{all_.groups[0].pages, all_.groups[0].stride, looked.locations[0].data()};
+        const Rows rows{num_tokens, looked.ids.data(), entries.data(), slots.data(), &table, all_.logits, nullptr, vectors_.data(), streams_.data()};
+        run_step<Stored>(runner_, rows);
+        is_first_ = false;
+        draw_lasts(slots, looked, ids);
+    }
+
+private:
+    // Read what precedes a token: the model's hidden states at first, then the head's own.
+    void read_vector(int64_t slot, int64_t entry, float* to) {
+        const int64_t size = runner_.model.hidden_size;
+        if (!is_first_) {
+            std::copy_n(stream_of_[slot].data(), size, to);
+            return;
+        }
+        const Stored* from = static_cast<const Stored*>(head_.features) + head_.locations[slot * head_.stride + entry] * size;
+        for (int64_t i = 0; i < size; i += LANES) store(to + i, load(from + i));
+    }
+
+    void draw_lasts(const std::vector<int64_t>& slots, const Looked& looked, int64_t* ids) {
+        const int64_t size = runner_.model.hidden_size, num_known = runner_.model.head.num_outputs;
+        const Stored* logits = static_cast<const Stored*>(all_.logits);
+        Stored* whole = static_cast<Stored*>(head_.logits);
+        std::vector<int64_t> lasts, seeds, positions, drawn;
+        std::vector<float> temperatures, values;
+        for (int64_t i = 0; i < int64_t(slots.size()); i++) {
+            if (i + 1 < int64_t(slots.size()) && slots[i + 1] == slots[i]) continue;
+            stream_of_[slots[i]].assign(&streams_[i * size], &streams_[i * size] + size);
+            Stored* row = whole + int64_t(lasts.size()) * all_.vocab_size;
+            for (int64_t n = 0; n < num_known; n++) row[head_.known[n]] = logits[i * num_known + n];
+            lasts.push_back(i);
+            seeds.push_back(looked.seeds[i]);
+            temperatures.push_back(looked.temperatures[i]);
+            positions.push_back(looked.next[i] + 1);  // of tokens, which are one more than entries
+        }
+        drawn.resize(lasts.size());
+        values.resize(lasts.size());
+        const Draws draws{whole, int64_t(lasts.size()), all_.vocab_size, all_.vocab_size, 0, temperatures.data(), seeds.data(),
+                          positions.data(), nullptr, drawn.data(), values.data(), runner_.model.kind == Kind::BFLOAT16};
+        for (int64_t n = 0; n < int64_t(lasts.size()); n++) DrawJob<Stored>(draws).run(0, int(n), 0);
+        for (size_t n = 0; n < lasts.size(); n++) ids[lasts[n]] = std::min(drawn[n], all_.vocab_size - 1);
+    }
+
+    Runner& runner_;
+    const Sequences& all_;
+    const HeadTables& head_;
+    std::vector<float> vectors_, streams_;
+    std::map<int64_t, std::vector<float>> stream_of_;  // of each slot's last token
+    bool is_first_ = true;
+};
+
 template <class Stored>
 void draw(const Draws& draws, int num_threads) {
     DrawJob<Stored> job(draws);
@@ -343,7 +464,7 @@ void draw(const Draws& draws, int num_threads) {
 
 // The layers and all tensors must outlive the runner. Null: the model has too many layers.
 EXPORTED srt::Runner* srt_new_runner(const srt::Model* model, int num_threads) {
-    if (3 + srt::NUM_PARTS * model->num_layers > srt::MOST_PHASES) return nullptr;
+    if (srt::Step<float>::phases_of(*model) > srt::MOST_PHASES) return nullptr;
     return new srt::Runner(*model, num_threads);
 }
 
@@ -374,7 +495,7 @@ EXPORTED void srt_draw_behind(srt::Runner* runner, const srt::Sequences* all, co
     for (int64_t n = 0; n < all->num_groups; n++) {
         tables.push_back({all->groups[n].pages, all->groups[n].stride, looked.locations[n].data()});
     }
-    const srt::Rows rows{num_tokens, looked.ids.data(), positions, slots, tables.data(), all->logits};
+    const srt::Rows rows{num_tokens, looked.ids.data(), positions, slots, tables.data(), all->logits, all->taps};
     srt_run(runner, &rows);
     const int64_t columns = runner->model.head.num_outputs;
     const srt::Draws draws{all->logits, num_tokens, columns, columns, 0, looked.temperatures.data(), looked.seeds.data(),
@@ -389,4 +510,11 @@ EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const sr
         values.resize(slots.size());
         srt_draw_behind(runner, all, slots.data(), positions.data(), int64_t(slots.size()), ids, values.data());
     });
+}
+
+// Compute the entries starts[i] to lengths[i] of each row with a head, then draft.
+EXPORTED void srt_draft_with_head(srt::Runner* runner, const srt::Sequences* all, const srt::DraftRows* rows, const srt::HeadTables* head) {
+    const std::lock_guard<std::mutex> lock(srt::one_at_a_time());
+    if (runner->model.kind == srt::Kind::FLOAT32) srt::draft(*all, *rows, srt::HeadSteps<float>(*runner, *all, *head));
+    else srt::draft(*all, *rows, srt::HeadSteps<srt::BFloat16>(*runner, *all, *head));
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from srt.layers.embedding import ParallelLMHead
     from srt.layers.linear import LinearLayer
     from srt.layers.quantization.weight import IntegerMatrix, LinearWeight
-    from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from srt.mem_cache.memory_pool import FeaturePool, MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.models.causal_lm import CausalLM
     from srt.models.decoder import Decoder, DecoderLayer
@@ -34,8 +34,8 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 """What embeddings, norms, keys and values can be."""
 MOST_ROWS: Final = 32
 """Steps of more rows are left to PyTorch."""
-_LANES: Final = 8
-_PAIRED_LANES: Final = 2 * _LANES
+LANES: Final = 8
+_PAIRED_LANES: Final = 2 * LANES
 """What the number of inputs must be a multiple of if weights are integers."""
 
 
@@ -47,7 +47,7 @@ class _Matrix(Structure):
     )
 
 
-class _Layer(Structure):
+class CpuLayer(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         *((name, _Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -56,22 +56,30 @@ class _Layer(Structure):
     )
 
 
-class _Heads(Structure):
+class CpuHeads(Structure):
     _fields_ = (("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("scale", c_float))
 
 
-class _Model(Structure):
+class CpuModel(Structure):
     _fields_ = (
-        ("layers", POINTER(_Layer)),
+        ("layers", POINTER(CpuLayer)),
         ("num_layers", c_int64),
         *((name, c_void_p) for name in ("embedding", "final_norm", "frequencies")),
         ("head", _Matrix),
-        ("heads", _Heads),
+        ("heads", CpuHeads),
         ("hidden_size", c_int64),
         ("page_size", c_int64),
         ("eps", c_float),
         ("angle_factor", c_float),
         ("kind", c_int32),
+        ("num_taps", c_int32),
+        ("taps", POINTER(c_int64)),
+        ("fuse", _Matrix),
+        *((name, c_void_p) for name in ("fuse_norm", "features")),
+        ("fuse_eps", c_float),
+        ("embedding_norm", c_void_p),
+        ("begins_normed", c_int32),
+        ("ends_normed", c_int32),
     )
 
 
@@ -84,7 +92,7 @@ class _Rows(Structure):
         ("num_rows", c_int64),
         *((name, c_void_p) for name in ("ids", "positions", "slots")),
         ("tables", POINTER(_PageTable)),
-        ("logits", c_void_p),
+        *((name, c_void_p) for name in ("logits", "taps", "vectors", "streams")),
     )
 
 
@@ -101,13 +109,13 @@ class CpuDecodeStep:
         )
         decoder = cast("Decoder", model.model)
         layers = [self._layer_of(index, layer, pool) for index, layer in enumerate(_layers_of(decoder))]
-        self._layers = (_Layer * len(layers))(*layers)
+        self._layers = (CpuLayer * len(layers))(*layers)
         spec, rope = config.layers[0].attention, decoder.rotary_emb
-        heads = _Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
-        self._model = _Model(
+        heads = CpuHeads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+        self._model = CpuModel(
             layers=self._layers,
             num_layers=len(layers),
-            embedding=_pointer(decoder.embed_tokens.weight),
+            embedding=address_of(decoder.embed_tokens.weight),
             final_norm=self._floats(decoder.norm.weight),
             frequencies=self._floats(rope.frequencies),
             head=self._head_of(model.lm_head, config),
@@ -118,6 +126,7 @@ class CpuDecodeStep:
             angle_factor=rope.attention_factor,
             kind=KINDS[pool.dtype],
         )
+        self._taps = None if pool.features is None else self._tap(pool.features, config.hidden_size)
         self._dtype = pool.dtype
         self.library = library
         self._run = library.srt_run
@@ -137,6 +146,20 @@ class CpuDecodeStep:
         """Allocate memory for the logits [rows, vocabulary] of a step."""
         return torch.empty((num_rows, self._model.head.num_outputs), dtype=self._dtype)
 
+    @property
+    def taps(self) -> int | None:
+        """The address to which steps write the inputs of tapped layers; None if nothing reads them."""
+        return None if self._taps is None else address_of(self._taps)
+
+    def _tap(self, features: FeaturePool, hidden_size: int) -> Tensor:
+        """Let steps fuse and store the inputs of tapped layers. Return the memory for these."""
+        model, weights = self._model, features.weights
+        model.num_taps, model.taps = len(features.taps), (c_int64 * len(features.taps))(*features.taps)
+        model.fuse, model.features = matrix_of(weights.matrix, None), address_of(features.memory)
+        if weights.norm is not None:
+            model.fuse_norm, model.fuse_eps = self._floats(weights.norm), weights.eps
+        return torch.empty((MOST_ROWS, len(features.taps) * hidden_size))
+
     @classmethod
     def of(cls, model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> CpuDecodeStep | None:
         """Return the step, or None if the library is not there or cannot run this model."""
@@ -148,7 +171,7 @@ class CpuDecodeStep:
         """Run the step of a batch in which every row decodes, and write its logits [rows, vocabulary]."""
         num_rows = batch.batch_size
         if num_rows not in self._rows:
-            self._rows[num_rows] = _rows_of(batch, out), batch, out
+            self._rows[num_rows] = self._rows_of(batch, out), batch, out
         rows, known, _ = self._rows[num_rows]
         assert known is batch, f"another batch of {num_rows} rows has the addresses that were looked up"
         self._run(self._runner, ctypes.byref(rows))
@@ -159,10 +182,15 @@ class CpuDecodeStep:
         Each token gets what a step of its own would give it, bit for bit. Tokens of a slot follow each other.
         """
         out = self.new_logits(len(slots))
-        rows = _rows_of(batch, out)
-        rows.num_rows, rows.slots = len(slots), _pointer(slots)
+        rows = self._rows_of(batch, out)
+        rows.num_rows, rows.slots = len(slots), address_of(slots)
         self._run(self._runner, ctypes.byref(rows))
         return out
+
+    def _rows_of(self, batch: ForwardBatch, out: Tensor) -> _Rows:
+        rows = _rows_of(batch, out)
+        rows.taps = self.taps
+        return rows
 
     def read_weights_again(self) -> None:
         """Bring copies up to date, because the model's weights were replaced in place."""
@@ -174,11 +202,11 @@ class CpuDecodeStep:
             integers.numbers.copy_(latest.numbers)
             integers.scales.copy_(latest.scales)
 
-    def _layer_of(self, index: int, layer: DecoderLayer, pool: MHATokenToKVPool) -> _Layer:
+    def _layer_of(self, index: int, layer: DecoderLayer, pool: MHATokenToKVPool) -> CpuLayer:
         attention, mlp = layer.self_attn, layer.gated_mlp
         q_norm, k_norm = attention.q_norm, attention.k_norm
         keys, values = pool.get_kv(index)
-        return _Layer(
+        return CpuLayer(
             input_norm=self._floats(layer.input_layernorm.weight),
             post_norm=self._floats(layer.post_attention_layernorm.weight),
             q_norm=None if q_norm is None else self._floats(q_norm.weight),
@@ -187,8 +215,8 @@ class CpuDecodeStep:
             o=self._product_of(attention.o_proj),
             gate_up=self._product_of(mlp.gate_up_proj),
             down=self._product_of(mlp.down_proj),
-            keys=_pointer(keys),
-            values=_pointer(values),
+            keys=address_of(keys),
+            values=address_of(values),
             window=attention.attn.window or 0,
             group=pool.group_of[index],
         )
@@ -200,12 +228,12 @@ class CpuDecodeStep:
             return _integer_matrix(integers, bias)
         matrix = linear.affine.matrix
         assert matrix is not None, "`can_run` lets no other weights pass"
-        return _matrix(matrix, bias)
+        return matrix_of(matrix, bias)
 
     def _head_of(self, head: ParallelLMHead, config: ModelConfig) -> _Matrix:
         """With --quantization int8 decoding reads a copy of the output layer in 8 bits, because it is a large part of a small model."""
         if config.weight_formats.method != "int8" or head.weight.shape[1] % _PAIRED_LANES:
-            return _matrix(head.weight, None)
+            return matrix_of(head.weight, None)
         integers = head.in_8_bits()
         self._head_copy = integers, head
         return _integer_matrix(integers, None)
@@ -214,7 +242,7 @@ class CpuDecodeStep:
         """Return the address of the values as float32, which this object keeps."""
         kept = values.float().contiguous()
         self._kept.append((kept, values))
-        return _pointer(kept)
+        return address_of(kept)
 
 
 def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> bool:
@@ -238,8 +266,8 @@ def can_run(model: CausalLM, config: ModelConfig, pool: MHATokenToKVPool) -> boo
     return (
         all(_is_readable(linear.weight, dtype) for linear in linears)
         and _is_regular(model.lm_head.weight, dtype)
-        and all(width % _LANES == 0 for width in widths)
-        and all(layer.attention.head_dim % (2 * _LANES) == 0 for layer in config.layers)
+        and all(width % LANES == 0 for width in widths)
+        and all(layer.attention.head_dim % (2 * LANES) == 0 for layer in config.layers)
         and 2 * decoder.rotary_emb.frequencies.numel() == config.layers[0].attention.head_dim
     )
 
@@ -255,38 +283,38 @@ def _is_readable(weight: LinearWeight, dtype: torch.dtype) -> bool:
 
 
 def _is_regular(matrix: Tensor, dtype: torch.dtype) -> bool:
-    return matrix.dtype == dtype and matrix.is_contiguous() and matrix.shape[1] % _LANES == 0
+    return matrix.dtype == dtype and matrix.is_contiguous() and matrix.shape[1] % LANES == 0
 
 
-def _matrix(matrix: Tensor, bias: int | None) -> _Matrix:
-    return _Matrix(_pointer(matrix), bias, None, *matrix.shape, KINDS[matrix.dtype], 0)
+def matrix_of(matrix: Tensor, bias: int | None) -> _Matrix:
+    return _Matrix(address_of(matrix), bias, None, *matrix.shape, KINDS[matrix.dtype], 0)
 
 
 def _integer_matrix(integers: IntegerMatrix, bias: int | None) -> _Matrix:
     """Inputs become integers of 8 or 16 bits, or of fewer than 16 where a sum, of which each lane has an eighth, would not fit in 32."""
     numbers, scales, rounds_inputs = integers
-    largest_sum, products = 2**31 - 1, numbers.shape[1] // _LANES
+    largest_sum, products = 2**31 - 1, numbers.shape[1] // LANES
     most = 127 if rounds_inputs else min(2**15 - 1, largest_sum // (128 * products))
-    return _Matrix(_pointer(numbers), bias, _pointer(scales), *numbers.shape, KINDS[torch.int8], most)
+    return _Matrix(address_of(numbers), bias, address_of(scales), *numbers.shape, KINDS[torch.int8], most)
 
 
 def _rows_of(batch: ForwardBatch, out: Tensor) -> _Rows:
     tables: ReqToTokenPool = batch.req_to_token_pool
     locations = batch.out_cache_loc, *batch.window_locations
     page_tables = [
-        _PageTable(_pointer(table), table.stride(0), _pointer(where))
+        _PageTable(address_of(table), table.stride(0), address_of(where))
         for table, where in zip(tables.page_tables, locations, strict=True)
     ]
     return _Rows(
         batch.batch_size,
-        _pointer(batch.input_ids),
-        _pointer(batch.positions),
-        _pointer(batch.req_pool_indices),
+        address_of(batch.input_ids),
+        address_of(batch.positions),
+        address_of(batch.req_pool_indices),
         (_PageTable * len(page_tables))(*page_tables),
-        _pointer(out),
+        address_of(out),
     )
 
 
-def _pointer(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     assert tensor.is_contiguous(), "the compiled code reads whole tensors"
     return tensor.data_ptr()

@@ -23,23 +23,24 @@ MOST_TOKENS: Final = MOST_ROWS
 """The most tokens of a step. When rows draft, those of the first step count."""
 
 
-class _PageGroup(Structure):
+class PageGroup(Structure):
     _fields_ = (("pages", c_void_p), ("stride", c_int64))
 
 
-class _Sequences(Structure):
+class Sequences(Structure):
     _fields_ = (
         ("tokens", c_void_p),
         ("max_tokens", c_int64),
-        ("groups", POINTER(_PageGroup)),
+        ("groups", POINTER(PageGroup)),
         *((name, c_int64) for name in ("num_groups", "page_size")),
         *((name, c_void_p) for name in ("temperatures", "seeds")),
         ("vocab_size", c_int64),
         ("logits", c_void_p),
+        ("taps", c_void_p),
     )
 
 
-class _DraftRows(Structure):
+class DraftRows(Structure):
     _fields_ = (("num_rows", c_int64), *((name, c_void_p) for name in ("slots", "starts", "lengths", "counts")))
 
 
@@ -50,9 +51,9 @@ class SequenceSteps:
         self.step = step
         self._logits = step.new_logits(MOST_TOKENS)
         self._tables = tables  # kept, for their addresses
-        groups = [_PageGroup(table.data_ptr(), table.stride(0)) for table in tables.page_tables]
-        self._groups = (_PageGroup * len(groups))(*groups)
-        self._sequences = _Sequences(
+        groups = [PageGroup(table.data_ptr(), table.stride(0)) for table in tables.page_tables]
+        self._groups = (PageGroup * len(groups))(*groups)
+        self._sequences = Sequences(
             tables.token_table.data_ptr(),
             tables.token_table.stride(0),
             self._groups,
@@ -62,15 +63,16 @@ class SequenceSteps:
             tables.draws.seeds.data_ptr(),
             vocab_size,
             self._logits.data_ptr(),
+            step.taps,
         )
 
     def draw_behind(self, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
         """Compute these tokens, and return the id drawn behind each and the value that won. Tokens of a slot follow each other."""
         assert len(slots) <= MOST_TOKENS, f"{len(slots)} tokens in a step for {MOST_TOKENS}"
         ids, values = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32)
-        arrays = _address(slots), _address(positions)
+        arrays = address(slots), address(positions)
         sequences, step = ctypes.byref(self._sequences), self.step
-        step.library.srt_draw_behind(step.runner, sequences, *arrays, len(slots), _address(ids), _address(values))
+        step.library.srt_draw_behind(step.runner, sequences, *arrays, len(slots), address(ids), address(values))
         return ids, values
 
     def draft(self, slots: Ints, starts: Ints, lengths: Ints, counts: Ints) -> None:
@@ -80,10 +82,10 @@ class SequenceSteps:
         """
         num_tokens = int((lengths - starts).sum()) + len(slots)
         assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens in a step for {MOST_TOKENS}"
-        rows = _DraftRows(len(slots), *(_address(array) for array in (slots, starts, lengths, counts)))
+        rows = DraftRows(len(slots), *(address(array) for array in (slots, starts, lengths, counts)))
         self.step.library.srt_draft(self.step.runner, ctypes.byref(self._sequences), ctypes.byref(rows))
 
 
-def _address(array: NDArray[np.generic]) -> int:
+def address(array: NDArray[np.generic]) -> int:
     assert array.flags.c_contiguous, "the compiled code reads whole arrays"
     return array.ctypes.data

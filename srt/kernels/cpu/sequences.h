@@ -21,6 +21,16 @@ struct Sequences {
     const int64_t* seeds;       // [slots]
     int64_t vocab_size;
     void* logits;  // memory for the logits of a step
+    float* taps;   // memory for the inputs of the layers that a head reads; or null
+};
+
+// What a head that drafts reads beside its own tokens.
+struct HeadTables {
+    const void* features;      // [locations, hidden]: of the model, at each token, of the model's type
+    const int32_t* locations;  // [slots, stride]: of tokens
+    int64_t stride;
+    const int64_t* known;  // the ids of the head's logits
+    void* logits;          // [rows, vocabulary] of the model's type: minus infinity where the head knows no token
 };
 
 // Rows that draft. Each computes its positions starts[i] to lengths[i], the last of which has its last known token, then draws counts[i] ids.
@@ -56,7 +66,7 @@ struct Looked {
 // Draw the drafts of all rows, one of each row in a step, and write them into the token table. `draw_behind(slots, positions, ids)` runs a
 // step of these tokens.
 template <class Draw>
-void draft(const Sequences& all, const DraftRows& rows, Draw draw_behind) {
+void draft(const Sequences& all, const DraftRows& rows, Draw&& draw_behind) {
     std::vector<int64_t> slots, positions, ids;
     for (int64_t step = 0;; step++) {
         slots.clear();

@@ -16,10 +16,12 @@ from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.deterministic import OPTION
 from srt.utils.draft_model import draft_model_args, gpu_speculation_obstacle
+from srt.utils.eagle3_config import served_head
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.kv_scales_file import read_scales_file
+from srt.utils.layer_spec import NO_SCALES
 from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -305,6 +307,9 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
         return args
     draft_folder = resolve_model_path(path, None, args.download_dir).resolve()
     args = replace(args, speculative_draft_model_path=str(draft_folder))
+    if args.speculative_algorithm == "EAGLE3":
+        check_head(args, draft_folder, ModelConfig.served_from(folder, args))
+        return args
     config, draft = ModelConfig.served_from(folder, args), ModelConfig.served_from(draft_folder, draft_model_args(args))
     draft.check_tp(args.tp_size)
     option = f"--speculative-draft-model-path {path}"
@@ -329,6 +334,22 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
         raise StartError(f"{option} has layers with windows and without: choose a model whose layers are alike.")
     check_memory(draft_folder, draft, draft_model_args(args))
     return args
+
+
+def check_head(args: ServerArgs, head_folder: Path, config: ModelConfig) -> None:
+    """Raise StartError or ModelError if a head cannot draft from this model's hidden states here."""
+    option = "--speculative-algorithm EAGLE3"
+    if not runs_on_cpu(args):
+        raise StartError(f"{option} drafts on a CPU only: choose another algorithm, or serve with --device cpu.")
+    if config.implementation == "transformers":
+        raise StartError(f"{option} does not support the layers of the library transformers: choose another algorithm.")
+    if config.scales != NO_SCALES:
+        raise StartError(
+            f"{option} does not support {config.architecture}, which scales its embedding or its logits: choose another algorithm."
+        )
+    if args.enable_torch_compile:
+        raise StartError(f"{option} does not support --enable-torch-compile: leave one of them out.")
+    served_head(head_folder, config)
 
 
 def with_adapters(args: ServerArgs, folder: Path) -> ServerArgs:

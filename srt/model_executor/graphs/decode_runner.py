@@ -428,6 +428,8 @@ def resident_layers_of(
     """
     if "resident" not in loaded.config.fast_paths:
         return {}
+    if loaded.head is not None:  # it reads hidden states between layers
+        return {}
     if loaded.device.type != "cuda" or loaded.attention.decode != "triton" or loaded.tp.size > 1 or compiled:
         return {}
     # Imported here because Triton is installed only with PyTorch for CUDA.

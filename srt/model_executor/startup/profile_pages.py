@@ -54,6 +54,7 @@ def _measure_other_bytes(loaded: LoadedModel) -> int:
         + _num_logits(loaded.args) * head.shard_size * head.weight.itemsize
         + table_bytes(num_slots, longest, loaded.args.page_size, loaded.page_groups.num)
         + admission_bytes(num_slots, longest)
+        + (0 if loaded.head is None else 4 * num_slots * longest)  # its table of locations
         + graph_bytes(loaded.args, loaded.config)
     )
 

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from srt.layers.attention.attention_spec import AttentionSpec
 from srt.model_executor.device_ngram import DeviceNgramDrafter
 from srt.model_executor.graph_drafter import GraphDrafter
+from srt.model_executor.graph_head_drafter import GraphHeadDrafter
 from srt.model_executor.graph_speculation import GraphSpeculatingRunner
 from srt.model_executor.graphs.cuda_graph_runner import Capture
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.graphs.draft_runner import DraftRunner
+from srt.model_executor.graphs.head_runner import HeadRunner
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.graphs.verify_runner import VerifyRunner
-from srt.model_executor.loaded_model import LoadedModel, load_model
+from srt.model_executor.head_drafter import HeadDrafter
+from srt.model_executor.head_steps import HeadSteps
+from srt.model_executor.loaded_head import LoadedHead
+from srt.model_executor.loaded_model import LoadedModel, init_attention_backend, load_model, resolve_ops
 from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.memory.memory_profile import most_verified_tokens
 from srt.model_executor.model_drafter import ModelDrafter, drafting_state
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.model_executor.step.step_sampler import StepSampler
-from srt.speculative.drafter import DeviceDrafter
+from srt.model_loader.head_loader import load_eagle3_head
+from srt.model_loader.loader import LoadConfig
+from srt.speculative.drafter import DeviceDrafter, Drafter
 from srt.speculative.ngram import NgramDrafter
 from srt.utils.draft_model import draft_model_args
+from srt.utils.eagle3_config import served_head
 from srt.utils.model_config import ModelConfig
 
 VERIFY_SIZES = (2, 4, 5, 8, 10, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of tokens to capture
@@ -31,25 +42,64 @@ DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of rows to capture
 def load_small_model(loaded: LoadedModel) -> LoadedModel | None:
     """Load the smaller model that drafts, if the options name one."""
     args, folder = loaded.args, loaded.args.speculative_draft_model_path
-    if folder is None:
+    if folder is None or args.speculative_algorithm != "STANDALONE":
         return None
     draft_args = draft_model_args(args)
     config = replace(ModelConfig.served_from(folder, draft_args), context_length=loaded.config.context_length)
     return load_model(draft_args, config, folder, loaded.tp, loaded.device)
 
 
+def load_head(loaded: LoadedModel) -> LoadedHead | None:
+    """Load the head that drafts from the model's hidden states, if the options name one."""
+    args, folder = loaded.args, loaded.args.speculative_draft_model_path
+    if folder is None or args.speculative_algorithm != "EAGLE3":
+        return None
+    config, model = served_head(folder, loaded.config), loaded.our_model
+    spec = config.layer.layers[0].self_attention
+    attention = AttentionSpec(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        dtype=loaded.dtype,
+        kv_dtype=loaded.dtype,
+        page_size=1,
+        max_context=config.layer.context_length,
+        windows=(None,),
+    )
+    with loaded.memory.region("buffers"):
+        own = "triton" if loaded.device.type == "cuda" else None  # its pages have one token
+        head_args = replace(
+            args,
+            kv_cache_dtype="auto",
+            attention_backend=own,
+            prefill_attention_backend=None,
+            decode_attention_backend=None,
+        )
+        _, backend = init_attention_backend(head_args, attention, loaded.device)
+    with torch.inference_mode(), loaded.memory.region("weights"):
+        load = LoadConfig(load_format=args.load_format)  # type: ignore[arg-type]  # a checked choice
+        embedding, ops = model.model.embed_tokens, resolve_ops(args, loaded.device)
+        head = load_eagle3_head(config, folder, load, embedding, model.lm_head, ops, loaded.dtype, loaded.device)
+    return LoadedHead(config, config.taps(loaded.config.num_layers), head, backend, loaded.dtype, loaded.device)
+
+
 def speculating_runner(
     loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs, small: LoadedModel | None
 ) -> SpeculatingRunner:
     """Create the runner of a server on a CPU that speculates."""
-    num_drafts, table = loaded.args.num_drafts, state.req_to_token_pool.token_table
-    if small is None:
-        ngrams = NgramDrafter(table, *_match_windows(loaded))
-        return SpeculatingRunner(loaded, state, sampler, graphs, ngrams, num_drafts)
-    small_state = drafting_state(small, state)
-    decodes = DecodeRunner.of(small, small_state, None, None)
-    drafter = ModelDrafter(ModelRunner(small, small_state, StepSampler(small, small_state), StepGraphs(small, decodes)))
-    return SpeculatingRunner(loaded, state, sampler, graphs, drafter, num_drafts)
+    drafter: Drafter
+    if loaded.head is not None:
+        is_compiled = graphs.decodes is not None and graphs.decodes.cpu_step is not None
+        drafter = HeadDrafter(HeadSteps(loaded.head, state), state.num_slots, is_compiled)
+    elif small is None:
+        drafter = NgramDrafter(state.req_to_token_pool.token_table, *_match_windows(loaded))
+    else:
+        small_state = drafting_state(small, state)
+        decodes = DecodeRunner.of(small, small_state, None, None)
+        runner = ModelRunner(small, small_state, StepSampler(small, small_state), StepGraphs(small, decodes))
+        drafter = ModelDrafter(runner)
+    return SpeculatingRunner(loaded, state, sampler, graphs, drafter, loaded.args.num_drafts)
 
 
 def graph_speculating_runner(
@@ -64,7 +114,13 @@ def graph_speculating_runner(
     num_drafts, max_tokens = loaded.args.num_drafts, most_verified_tokens(loaded.args)
     verifier = VerifyRunner(loaded, state, max_tokens, 1 + num_drafts, _sizes_up_to(max_tokens, VERIFY_SIZES), capture)
     drafter: DeviceDrafter
-    if small is None:
+    if loaded.head is not None:
+        head_steps, sizes = HeadSteps(loaded.head, state), _sizes_up_to(state.num_slots, DRAFT_SIZES)
+        head = HeadRunner(head_steps, num_drafts, loaded.device, sizes, capture)
+        drafter = GraphHeadDrafter(head_steps, head, state.num_slots)
+        head.run_padding(1)
+        graphs.add(head)
+    elif small is None:
         drafter = DeviceNgramDrafter(state.req_to_token_pool, *_match_windows(loaded), num_drafts)
         drafter.run_padding()
     else:
@@ -78,8 +134,8 @@ def graph_speculating_runner(
         graphs.add(steps)
     verifier.run_padding(max_tokens)
     graphs.add(verifier)
-    # All steps of the smaller model are one graph, which takes about as long for few rows as for some more.
-    may_rest = small is None
+    # All steps of a smaller model or a head are one graph, which takes about as long for few rows as for some more.
+    may_rest = small is None and loaded.head is None
     return GraphSpeculatingRunner(loaded, state, sampler, graphs, verifier, drafter, num_drafts, may_rest=may_rest)
 
 

@@ -21,7 +21,12 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.stage_runner import build_stage_runner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
-from srt.model_executor.startup.start_drafter import graph_speculating_runner, load_small_model, speculating_runner
+from srt.model_executor.startup.start_drafter import (
+    graph_speculating_runner,
+    load_head,
+    load_small_model,
+    speculating_runner,
+)
 from srt.model_executor.step.step_pooler import StepPooler
 from srt.model_executor.step.step_sampler import RowSampler, StepSampler
 from srt.server_args import ServerArgs
@@ -70,6 +75,8 @@ def build_runner(
     small = load_small_model(loaded)
     if small is not None and device.type == "cuda":
         loaded = replace(loaded, drafting_bytes=small.memory_shares.bytes_per_token[0])
+    if (head := load_head(loaded)) is not None:
+        loaded = replace(loaded, head=head, drafting_bytes=head.bytes_per_token)
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
     compiled = CompiledForward(loaded.our_model, max_compiled) if max_compiled else None
     nums_pages = profile_num_pages(loaded, num_tokens)

@@ -32,6 +32,7 @@ from srt.utils.host import is_loopback
 from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.eagle3_heads import make_head
 from tests.support.random_adapter import AdapterSpec, write_adapter
 
 
@@ -243,6 +244,28 @@ def test_a_drafting_model_that_does_not_fit_is_refused(
         args = replace(args, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft))
         with pytest.raises(StartError, match=reason):
             check_and_listen(args, http=False)
+
+
+def test_a_head_that_does_not_fit_is_refused(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    head = make_head(qwen3_checkpoint, tmp_path / "head")
+    for model, given, reason in (
+        (qwen3_checkpoint, {"speculative_draft_model_path": str(qwen3_checkpoint)}, "is no EAGLE-3 head"),
+        (checkpoint("qwen3", hidden_size=128), {}, "and the model's have 128: choose the head of this model"),
+        (checkpoint("granite"), {}, "does not support GraniteForCausalLM, which scales"),
+        (qwen3_checkpoint, {"enable_torch_compile": True}, "does not support --enable-torch-compile"),
+        (qwen3_checkpoint, {"device": "cuda"}, "drafts on a CPU only"),
+    ):
+        options: dict[str, Any] = {"speculative_draft_model_path": str(head), **given}
+        args = replace(args_for(model), speculative_algorithm="EAGLE3", **options)
+        with pytest.raises((StartError, ModelError), match=reason):
+            check_and_listen(args, http=False)
+    plan = check_and_listen(
+        replace(args_for(qwen3_checkpoint), speculative_algorithm="EAGLE3", speculative_draft_model_path=str(head)),
+        http=False,
+    )
+    assert plan.args.num_drafts == 3
 
 
 def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(

@@ -1,0 +1,105 @@
+"""A head that drafts from hidden states: its drafts are those of a plain implementation, and they change no answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from srt.kernels.cpu import decode_step
+from srt.speculative.drafter import Ints
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.drafted_engine import Answers, answers_of, check_equal, engine_of, requests_of
+from tests.support.eagle3_heads import ReferenceHead, WatchedDrafts, make_head
+from tests.support.recorder import Recorder
+
+NUM_STEPS = 3
+TAPS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: CheckpointFactory) -> Path:
+    return checkpoint("qwen3", num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Answers:
+    engine, _ = engine_of(folder, 16)
+    return answers_of(engine, requests_of(7, 24))
+
+
+def eagle3(head: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(head),
+        "speculative_num_steps": NUM_STEPS,
+        **options,
+    }
+
+
+@pytest.mark.parametrize(
+    ("is_speculators", "options", "flags"),
+    [
+        (False, {"page_size": 16}, {}),
+        (False, {"page_size": 16, "chunked_prefill_size": 7, "is_plain": True}, {"norm_before_residual": True}),
+        (False, {"page_size": 1, "chunked_prefill_size": 7, "max_total_tokens": 100}, {"norm_before_fc": True}),
+        (True, {"page_size": 16, "chunked_prefill_size": 1}, {"norm_before_residual": True, "norm_output": True}),
+        (True, {"page_size": 4, "chunked_prefill_size": 7, "max_total_tokens": 100, "capture": Recorder()}, {}),
+    ],
+    ids=["all at once", "with PyTorch alone", "with preemption", "token by token", "as on a GPU"],
+)
+def test_drafts_are_those_of_a_plain_implementation_and_change_no_answer(
+    folder: Path,
+    expected: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_speculators: bool,
+    options: dict[str, Any],
+    flags: dict[str, Any],
+) -> None:
+    draft_vocab = None if flags else 300
+    head = make_head(
+        folder, tmp_path / "head", is_speculators=is_speculators, draft_vocab=draft_vocab, taps=TAPS, **flags
+    )
+    given = {**options, "max_running_requests": 6, "schedule_conservativeness": 0.01}
+    page_size = given.pop("page_size")
+    if given.pop("is_plain", False):
+        monkeypatch.setattr(decode_step, "load_library", lambda: None)
+    engine, runner = engine_of(folder, page_size, **given, **eagle3(head))
+    if "capture" in given:
+        runner.graphs.capture_all()
+    else:
+        assert (runner._drafter._compiled is None) == options.get("is_plain", False)
+    watched = WatchedDrafts(runner, ReferenceHead(folder, head, TAPS, **flags))
+    aborted = (3, 6)
+    found = answers_of(engine, requests_of(7, 24), aborted)
+    check_equal(found, expected, aborted)
+    assert watched.num_compared > 5
+    assert watched.num_different == 0
+    assert engine.core.counters.num_cached_tokens > 0
+    assert (engine.core.counters.num_preempted > 0) == (given.get("max_total_tokens", 8192) < 1000)
+    engine.core.memory.check([])
+
+
+def test_a_cached_prefix_brings_its_entries(folder: Path, tmp_path: Path) -> None:
+    """The second request computes the entries of its last tokens alone, and drafts what it would without the cache."""
+    head = make_head(folder, tmp_path / "head", taps=TAPS)
+    engine, runner = engine_of(folder, 4, **eagle3(head))
+    lengths: list[int] = []
+    extend = runner._drafter._steps.extend
+
+    def counted(slots: Ints, starts: Ints, ends: Ints, has_outputs: bool) -> torch.Tensor:
+        lengths.extend((ends - starts).tolist())
+        hidden: torch.Tensor = extend(slots, starts, ends, has_outputs)
+        return hidden
+
+    runner._drafter._steps.extend = counted
+    prompt = list(range(3, 83))
+    engine.run([prompt], 1)
+    watched = WatchedDrafts(runner, ReferenceHead(folder, head, TAPS))
+    engine.run([[*prompt[:60], 7, 8, 9]], 12)
+    assert lengths[:2] == [79, 3]
+    assert watched.num_compared > 0
+    assert watched.num_different == 0
