@@ -99,6 +99,8 @@ SOURCES: Mapping[str, Mapping[str, tuple[Source, ...]]] = {
     "init_weights_update_group": {"sglang": ((SGLANG_IO, "InitWeightsUpdateGroupReqInput"),)},
     "update_weights_from_distributed": {"sglang": ((SGLANG_IO, "UpdateWeightsFromDistributedReqInput"),)},
     "destroy_weights_update_group": {"sglang": ((SGLANG_IO, "DestroyWeightsUpdateGroupReqInput"),)},
+    "release_memory_occupation": {"sglang": ((SGLANG_IO, "ReleaseMemoryOccupationReqInput"),)},
+    "resume_memory_occupation": {"sglang": ((SGLANG_IO, "ResumeMemoryOccupationReqInput"),)},
     "weights_checker": {"sglang": ((SGLANG_IO, "CheckWeightsReqInput"),)},
     "get_weights_by_name": {"sglang": ((SGLANG_IO, "GetWeightsByNameReqInput"),)},
     "update_weight_version": {"sglang": ((SGLANG_IO, "UpdateWeightVersionReqInput"),)},

@@ -267,6 +267,14 @@ class Runtime:
         """Leave a group."""
         self._engine.run(self._engine.leave_update_group({"group_name": group_name}))
 
+    def release_memory_occupation(self, tags: list[str] | None = None, refuse_requests: bool = False) -> None:
+        """Give memory back to the host, as POST /release_memory_occupation does. Calls of `generate` wait until all of it is back."""
+        self._engine.run(self._engine.release_memory({"tags": tags, "refuse_requests": refuse_requests}))
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Take memory again that was released, as POST /resume_memory_occupation does."""
+        self._engine.run(self._engine.resume_memory({"tags": tags}))
+
     def weights_checker(self) -> WeightHashes:
         """Return a hash of each weight of each rank, as POST /weights_checker does."""
         return self._engine.run(self._engine.weight_hashes())

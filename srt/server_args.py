@@ -315,6 +315,7 @@ class ServerArgs(LoraOptions):
         "exchange the small results of decode steps through NCCL, not by writing to the other GPUs' memory",
         group=DEVICE,
     )
+    enable_memory_saver: bool = option(False, "let /release_memory_occupation release memory", group=DEVICE)
     dist_timeout: int = option(300, "seconds that collective operations wait for a peer", group=DEVICE)
     watchdog_timeout: float = option(
         30.0, "seconds that a step may take before its worker counts as stuck", group=DEVICE
@@ -498,7 +499,7 @@ class ServerArgs(LoraOptions):
 UNSUPPORTED = frozenset(
     "attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
     " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
-    " sampling_backend enable_memory_saver max_loaded_loras lora_eviction_policy lora_backend"
+    " sampling_backend max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()
 )

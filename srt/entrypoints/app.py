@@ -11,6 +11,7 @@ from typing import Any
 from srt.entrypoints import (
     adapters,
     health,
+    memory_loan,
     metrics,
     native,
     openapi,
@@ -82,6 +83,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/init_weights_update_group": {"POST": weight_groups.init_weights_update_group},
     "/update_weights_from_distributed": {"POST": weight_groups.update_weights_from_distributed},
     "/destroy_weights_update_group": {"POST": weight_groups.destroy_weights_update_group},
+    "/release_memory_occupation": {"POST": memory_loan.release_memory_occupation},
+    "/resume_memory_occupation": {"POST": memory_loan.resume_memory_occupation},
     "/weights_checker": {"POST": weights.weights_checker},
     "/get_weights_by_name": {"POST": weights.get_weights_by_name},
     "/update_weight_version": {"POST": weights.update_weight_version},

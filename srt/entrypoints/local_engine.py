@@ -22,6 +22,7 @@ from srt.entrypoints.embeddings.score import scores_of
 from srt.entrypoints.embeddings.served_routes import CLASSIFY, ENCODE, GENERATE, RERANK, SCORE, check_served
 from srt.entrypoints.embeddings.vectors import embedding, pooling_of
 from srt.entrypoints.engine_process import EngineProcess
+from srt.entrypoints.memory_loan import ReleaseBody, ResumeBody, release, resume
 from srt.entrypoints.native import model_facts, server_facts
 from srt.entrypoints.native_shapes import NativeAnswer, NativeCall, parse_generate
 from srt.entrypoints.request_schema import renamed
@@ -242,6 +243,12 @@ class LocalEngine:
 
     async def leave_update_group(self, body: dict[str, Any]) -> None:
         await leave(DestroyGroupBody.parse(body), self._service)
+
+    async def release_memory(self, body: dict[str, Any]) -> None:
+        await release(ReleaseBody.parse(body), self._service)
+
+    async def resume_memory(self, body: dict[str, Any]) -> None:
+        await resume(ResumeBody.parse(body), self._service)
 
     async def weight_hashes(self) -> WeightHashes:
         return await checksums(self._service)

@@ -44,10 +44,6 @@ UNSUPPORTED = {
         ),
         "cannot replace weights in this way while running: /update_weights_from_disk reads a checkpoint",
     ),
-    **dict.fromkeys(
-        ("/release_memory_occupation", "/resume_memory_occupation"),
-        "cannot release its memory while running: stop it, and start it again when it is needed",
-    ),
 }
 
 

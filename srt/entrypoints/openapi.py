@@ -13,6 +13,7 @@ from srt.entrypoints import (
     adapters,
     answers,
     health,
+    memory_loan,
     metrics,
     native,
     operations,
@@ -234,6 +235,12 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         weight_groups.destroy_weights_update_group: Operation(
             "Weights", answers.Succeeded, body=weight_groups.DestroyGroupBody, errors=(*_BODY, 503)
+        ),
+        memory_loan.release_memory_occupation: Operation(
+            "Weights", answers.Succeeded, body=memory_loan.ReleaseBody, errors=(*_BODY, 503)
+        ),
+        memory_loan.resume_memory_occupation: Operation(
+            "Weights", answers.Succeeded, body=memory_loan.ResumeBody, errors=(*_BODY, 503)
         ),
         weights.weights_checker: Operation(
             "Weights", answers.WeightHashes, body=weights.CheckBody, errors=(*_BODY, 503)

@@ -32,7 +32,7 @@ from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
 from srt.model_executor.update_groups import UpdateGroups
 from srt.model_executor.weight_inspection import inspect_weights
 from srt.model_executor.weight_update import update_weights
-from srt.protocol.engine_work import InspectWeights, LoadWeights, ReceiveWeights
+from srt.protocol.engine_work import InspectWeights, NewWeights
 from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -103,7 +103,7 @@ class ModelRunner:
         self._planner = self._new_planner()
 
     @torch.inference_mode()
-    def update_weights(self, work: LoadWeights | ReceiveWeights, report: Callable[[], None]) -> str:
+    def update_weights(self, work: NewWeights, report: Callable[[], None]) -> str:
         """Replace the weights in place (weight_update.py), and whatever was made of them. Return the version of the files, if any."""
         files = update_weights(self.loaded, work, self.update_groups, report)
         step = None if self._decode_runner is None else self._decode_runner.cpu_step

@@ -10,15 +10,13 @@ from srt.model_executor.update_groups import UpdateGroups
 from srt.model_loader.weight_sources import FolderSource, TensorSource, WeightSource
 from srt.model_loader.weight_update import WeightUpdate
 from srt.models.causal_lm import CausalLM
-from srt.protocol.engine_work import LoadWeights, ReceiveWeights
+from srt.protocol.engine_work import LoadWeights, NewWeights, ReceiveWeights
 from srt.utils.checkpoint import version_of
 from srt.utils.errors import StartError, UpdateError
 from srt.utils.model_config import ModelConfig
 
 
-def update_weights(
-    loaded: LoadedModel, work: LoadWeights | ReceiveWeights, groups: UpdateGroups, report: Callable[[], None]
-) -> str:
+def update_weights(loaded: LoadedModel, work: NewWeights, groups: UpdateGroups, report: Callable[[], None]) -> str:
     """Replace this rank's weights by those in a folder or from a group; return the version of the files (`version_of`), if there are any.
 
     UpdateError on every rank if one of them cannot. Any other error leaves the weights mixed, so that the process must end. `report` is
@@ -26,7 +24,7 @@ def update_weights(
     """
     update, files, error = None, "", ""
     try:
-        _check_supported(loaded)
+        check_supported(loaded)
         is_partial = isinstance(work, ReceiveWeights) or work.is_partial
         if isinstance(work, ReceiveWeights):
             received = groups.receive(work, report)
@@ -53,7 +51,7 @@ def update_weights(
     return files
 
 
-def _check_supported(loaded: LoadedModel) -> None:
+def check_supported(loaded: LoadedModel) -> None:
     """Raise UpdateError for models of which an update would not reach everything."""
     if not isinstance(loaded.model, CausalLM):
         raise UpdateError("Weights of models that the library transformers runs cannot be updated: restart the server.")

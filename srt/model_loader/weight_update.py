@@ -138,12 +138,12 @@ def _pairs(path: str, old: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
         )
     if isinstance(new, Tensor):
         yield old.detach(), new.detach()
-    theirs, ours = _inner(old), _inner(new)
+    theirs, ours = inner_values(old), inner_values(new)
     for key in dict.fromkeys((*theirs, *ours)):
         yield from _pairs(path, theirs.get(key), ours.get(key))
 
 
-def _inner(value: Any) -> Mapping[Any, Any]:
+def inner_values(value: Any) -> Mapping[Any, Any]:
     """Return what a module, a record or a collection holds, by name or number."""
     if isinstance(value, nn.Module):
         own = {k: v for k, v in vars(value).items() if not isinstance(v, dict)}

@@ -14,6 +14,13 @@ from srt.protocol.wire import Wire
 # ---- Work
 
 
+class WeightsSource(Wire, frozen=True):
+    """The folder that the present weights were read from, and the version of its files then; both empty if they are kept in no folder."""
+
+    folder: str
+    files: str
+
+
 class ResetTables(Wire, frozen=True, tag=1):
     """Empty all tables."""
 
@@ -76,8 +83,30 @@ class LeaveUpdateGroup(Wire, frozen=True, tag=8):
 
 WeightsSight = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup
 """Work that leaves the weights as they are."""
-WeightsWork = LoadWeights | ReceiveWeights | WeightsSight
-Work = ResetTables | InspectTables | CaptureGraph | WeightsWork
+NewWeights = LoadWeights | ReceiveWeights
+WeightsWork = NewWeights | WeightsSight
+
+
+class ReleaseMemory(Wire, frozen=True, tag=9):
+    """Give the memory of these parts back to the host or the device; their addresses stay reserved. WorkDone reports `num_bytes`."""
+
+    tags: list[str]  # some of MEMORY_TAGS
+    weights: WeightsSource | None = None  # where the weights can be read again; None: where those of the start are
+    refuses_requests: bool = False  # those that come meanwhile; otherwise they wait
+
+
+class ResumeMemory(Wire, frozen=True, tag=10):
+    """Take memory for these parts again, and read the weights if they are among them."""
+
+    tags: list[str]
+    weights: WeightsSource | None = None
+
+
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+MemoryWork = ReleaseMemory | ResumeMemory
+EngineWork = WeightsWork | MemoryWork
+"""Work that clients ask for, one at a time."""
+Work = ResetTables | InspectTables | CaptureGraph | EngineWork
 
 
 # ---- The ledger
@@ -90,19 +119,14 @@ class Pause(Wire, frozen=True):
     process: str
 
 
-class WeightsSource(Wire, frozen=True):
-    """The folder that the present weights were read from, and the version of its files then; both empty if they are kept in no folder."""
-
-    folder: str
-    files: str
-
-
 class EngineLedger(Wire, frozen=True):
     """What an engine was told that no request carries. A new ledger replaces the one before as a whole."""
 
     pauses: list[Pause] = field(default_factory=list)
     weights: WeightsSource | None = None  # None: those of the server's start
     weight_version: str = "default"
+    released: list[str] = field(default_factory=list)  # the parts whose memory is released
+    refuses_requests: bool = False  # while memory is released
 
 
 # ---- Frontend -> scheduler, and back
@@ -112,11 +136,12 @@ class UpdateWeights(Wire, frozen=True, tag=12):
     """Replace the weights, and forget all cached prefixes. Answered by ControlReply when all ranks have done it, or none.
 
     Meanwhile no step is planned. Running requests are ended if `aborts`. Otherwise, unless a pause keeps them where they are, they are
-    preempted, so that all of their keys and values are computed again. A WeightsSight leaves requests and cache as they are.
+    preempted, so that all of their keys and values are computed again. A WeightsSight leaves requests and cache as they are. MemoryWork
+    is asked for in the same way: after a ReleaseMemory no step is planned until all memory is back.
     """
 
     call: int
-    work: WeightsWork
+    work: EngineWork
     version: str  # the name of the weights from then on; empty: unchanged
     aborts: bool
 

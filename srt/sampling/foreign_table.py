@@ -288,6 +288,12 @@ FIELDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "group_name": {"sglang": ("weight_update_group",)}, "http_worker_ipc": {"sglang": (None,)},
         "rid": {"sglang": (None,)},
     },
+    "release_memory_occupation": {
+        "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)}, "tags": {"sglang": (None,)},
+    },
+    "resume_memory_occupation": {
+        "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)}, "tags": {"sglang": (None,)},
+    },
     "weights_checker": {
         "action": {"sglang": ("checksum",)}, "allow_quant_error": {"sglang": (False,)},
         "http_worker_ipc": {"sglang": (None,)}, "rid": {"sglang": (None,)},

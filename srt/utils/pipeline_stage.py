@@ -14,6 +14,7 @@ UNDIVIDED: Final = {
     "enable_deterministic_inference": "--enable-deterministic-inference",
     "speculative_algorithm": "--speculative-algorithm",
     "enable_lora": "--enable-lora",
+    "enable_memory_saver": "--enable-memory-saver",
     "lora_paths": "--lora-paths",
 }
 """Options that a model divided into stages does not support."""

@@ -152,8 +152,8 @@ CONTROL_MUTATIONS = (
     Mutation(
         "a drain takes what is new",
         "managers/scheduler/scheduler.py",
-        "if self._is_draining and not message.resumed:",
-        "if self._is_draining and message.urgent:",
+        "if not message.resumed and (refusal :=",
+        "if message.urgent and (refusal :=",
     ),
     Mutation(
         "a drain waits for the end of a pause",

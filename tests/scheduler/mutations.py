@@ -456,8 +456,8 @@ MORE_MUTATIONS = (
     Mutation(
         "captures while requests wait",
         "managers/scheduler/scheduler.py",
-        "(core.stream.wants_capture or self._may_capture(core, now))",
-        "core.stream.can_capture",
+        "return is_good and core.stream.can_capture",
+        "return core.stream.can_capture",
     ),
     Mutation(
         "workers that compile are asked with every step",

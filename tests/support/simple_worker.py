@@ -14,6 +14,8 @@ from srt.protocol.engine_work import (
     LeaveUpdateGroup,
     LoadWeights,
     ReceiveWeights,
+    ReleaseMemory,
+    ResumeMemory,
 )
 from srt.protocol.messages import (
     Admission,
@@ -72,7 +74,7 @@ class FakeWorker:
             return WorkDone(work.step, 0, {"files": f"those of {work.work.folder}"})
         if isinstance(work.work, InspectWeights):
             return WorkDone(work.step, 0, {"rows": f"[{work.work.name}]"})
-        if isinstance(work.work, JoinUpdateGroup | LeaveUpdateGroup | ReceiveWeights):
+        if isinstance(work.work, JoinUpdateGroup | LeaveUpdateGroup | ReceiveWeights | ReleaseMemory | ResumeMemory):
             return WorkDone(work.step, 0, {})
         assert isinstance(work.work, InspectTables)
         values: dict[str, Scalar] = {"tables_hash": tables_hash({slot: s.pages for slot, s in self._slots.items()})}

@@ -1,4 +1,4 @@
-"""What the whole engine was told: its pauses, its weights, and the change that is under way. The ledger says it to the next generation."""
+"""What the whole engine was told: pauses, weights, released memory, and the change under way. The ledger says it to the next generation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from srt.managers.scheduler.pauses import Pauses
 from srt.managers.scheduler.worker_stream import EngineChange
 from srt.protocol.engine_work import (
     EngineLedger,
+    EngineWork,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
     LoadWeights,
+    ReleaseMemory,
+    ResumeMemory,
     UpdateWeights,
     WeightsSight,
     WeightsSource,
     WeightVersion,
 )
 from srt.protocol.messages import ControlReply, WorkPlan
+
+_WITHOUT_WEIGHTS = (ReleaseMemory, ResumeMemory, JoinUpdateGroup, LeaveUpdateGroup)  # what needs none
 
 
 class EngineChanges:
@@ -41,12 +48,29 @@ class EngineChanges:
     @property
     def keeps_steps_back(self) -> bool:
         """True if no step may be planned."""
-        return self._change is not None or self.pauses.is_on
+        return self._change is not None or self.pauses.is_on or bool(self._ledger.released)
+
+    @property
+    def lends_memory(self) -> bool:
+        """True if memory is released, or on its way out or back."""
+        is_changing = self._change is not None and isinstance(self._change.work, ReleaseMemory | ResumeMemory)
+        return is_changing or bool(self._ledger.released)
 
     @property
     def keeps_rows(self) -> bool:
         """True if the change under way leaves running requests where they are."""
-        return self.pauses.is_on or (self._change is not None and isinstance(self._change.work, WeightsSight))
+        work = None if self._change is None else self._change.work
+        if isinstance(work, ReleaseMemory):
+            return "kv_cache" not in work.tags
+        return self.pauses.is_on or isinstance(work, WeightsSight | ResumeMemory)
+
+    def why_refused(self, *, is_draining: bool) -> str:
+        """Return why a new request must be refused for now; empty if it need not."""
+        if is_draining:
+            return "The server is shutting down."
+        if self._ledger.released and self._ledger.refuses_requests:
+            return "The server's memory is released: try again when it was resumed."
+        return ""
 
     def record(self, frontends: Iterable[int]) -> list[Effect]:
         """Let the supervisor keep the ledger, if it has changed. This goes before the answer to the call that changed it."""
@@ -70,13 +94,25 @@ class EngineChanges:
     def ask_for_update(self, client: Client, asked: UpdateWeights, *, is_draining: bool) -> list[Effect]:
         """Begin an update of the weights. Return its refusal; nothing if it is under way."""
         if is_draining:
-            refusal = "Weights cannot be updated: the server is shutting down and finishes its requests."
+            refusal = "Weights and memory stay as they are: the server is shutting down and finishes its requests."
         elif self._change is not None:
             refusal = "Weights cannot be updated now: another update is under way. Try again when it is done."
+        elif "weights" in self._ledger.released and not isinstance(asked.work, _WITHOUT_WEIGHTS):
+            refusal = "The memory of the weights is released: call /resume_memory_occupation first."
         else:
-            self._change = EngineChange(client, asked.call, asked.work, asked.version)
+            self._change = EngineChange(client, asked.call, self._completed(asked.work), asked.version)
             return []
         return [ToFrontend(client.number, ControlReply(asked.call, False, refusal, {}))]
+
+    def _completed(self, work: EngineWork) -> EngineWork:
+        """Leave out of a loan what has happened already, and add where the weights are kept."""
+        released = self._ledger.released
+        if isinstance(work, ReleaseMemory):
+            tags = [tag for tag in work.tags if tag not in released]
+            return replace(work, tags=tags, weights=self._ledger.weights)
+        if isinstance(work, ResumeMemory):
+            return ResumeMemory([tag for tag in released if tag in work.tags], self._ledger.weights)
+        return work
 
     def next_work(self, core: SchedulerCore) -> list[Effect]:
         """Return the work for the workers, if a change waits for it and no step is in flight."""
@@ -96,6 +132,8 @@ class EngineChanges:
         work = change.work
         if isinstance(work, WeightsSight):
             return _answer(change, ControlReply(change.call, True, "", change.values), clients)
+        if isinstance(work, ReleaseMemory | ResumeMemory):
+            return self._finish_loan(work, change, core, clients)
         core.memory.retire(core.planner.running())
         # What came as tensors is kept in no folder, and an update of some tensors makes a whole that is in none.
         source = WeightsSource("", "")
@@ -106,6 +144,19 @@ class EngineChanges:
         num_paused = core.planner.num_waiting + core.slots.num_used
         reply = ControlReply(change.call, True, "", {"num_paused_requests": num_paused})
         return [*effects, *_answer(change, reply, clients)]
+
+    def _finish_loan(
+        self, work: ReleaseMemory | ResumeMemory, change: EngineChange, core: SchedulerCore, clients: dict[int, Client]
+    ) -> list[Effect]:
+        if isinstance(work, ReleaseMemory):
+            released, refuses = [*self._ledger.released, *work.tags], work.refuses_requests
+            if "kv_cache" in work.tags:
+                core.memory.retire(core.planner.running())
+        else:
+            released = [tag for tag in self._ledger.released if tag not in work.tags]
+            refuses = bool(released) and self._ledger.refuses_requests
+        effects = self._become(replace(self._ledger, released=released, refuses_requests=refuses), clients)
+        return [*effects, *_answer(change, ControlReply(change.call, True, "", change.values), clients)]
 
 
 def _answer(change: EngineChange, reply: ControlReply, clients: dict[int, Client]) -> list[Effect]:

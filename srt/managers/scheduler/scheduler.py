@@ -182,14 +182,14 @@ class Scheduler:
     def last_words(self) -> list[Effect]:
         """Return the last messages of an engine that ends early: unsent tokens and ends, and the requests that were in unanswered steps."""
         core = self._core
-        if core is None:
-            return []
-        return self._send_batches(core, is_last=True) + core.last_words(self._clients)
+        return [] if core is None else self._send_batches(core, is_last=True) + core.last_words(self._clients)
 
     def drain(self) -> None:
-        """Accept no new requests from now on, but finish the present ones."""
+        """Accept no new requests from now on, but finish the present ones; without memory they cannot go on, and end."""
         self._pauses.end_all()
         self._is_draining = True
+        if self._changes.lends_memory:
+            self.abort_all()
 
     def abort_all(self) -> int:
         """Abort all requests that have not ended, and return the number of choices aborted."""
@@ -202,8 +202,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError if the scheduler's state contradicts itself."""
-        core = self._core
-        if core is None:
+        if (core := self._core) is None:
             return
         core.planner.check()
         requests = [request for client in self._clients.values() for request in client.all_requests()]
@@ -308,8 +307,8 @@ class Scheduler:
         self, core: SchedulerCore, message: RequestView, requests: list[Request]
     ) -> tuple[int, str] | None:
         """Return the status and sentence of a refusal, or None to accept the request. core.py has the limits, also that of the queue."""
-        if self._is_draining and not message.resumed:
-            return 503, "The server is shutting down."
+        if not message.resumed and (refusal := self._changes.why_refused(is_draining=self._is_draining)):
+            return 503, refusal
         if self._labels.is_taken(message.label) and not message.resumed:
             return 400, f"A request with the id {message.label!r} is running or waiting already. Use another id."
         return core.reason_to_refuse(message, requests)
@@ -503,17 +502,19 @@ class Scheduler:
             effects.append(ToWorkers(WorkPlan(core.stream.next_step, InspectTables())))
             core.stream.submit_inspection(Inspection(client, call, core.memory.tables_hash()))
         self._asked_deep.clear()
-        if now >= self._compiling_until_s and (core.stream.wants_capture or self._may_capture(core, now)):
+        if now >= self._compiling_until_s and self._may_capture(core, now):
             effects.append(ToWorkers(WorkPlan(core.stream.next_step, CaptureGraph())))
             core.stream.submit_capture()
         return effects
 
     def _may_capture(self, core: SchedulerCore, now: float) -> bool:
-        """Return whether a capture would delay no request now. A request that arrives during it waits for this one capture only."""
-        return core.stream.can_capture and now >= self._capture_from_s and self._has_nothing_to_do(core)
+        """Return whether a capture pays, or would delay no request now but one that arrives during it."""
+        is_good = core.stream.wants_capture or (now >= self._capture_from_s and self._has_nothing_to_do(core))
+        return is_good and core.stream.can_capture and not self._changes.lends_memory
 
     def _has_nothing_to_do(self, core: SchedulerCore) -> bool:
-        return core.is_idle or (self._pauses.is_on and not core.stream.num_in_flight)
+        is_idle = core.is_idle or (self._pauses.is_on and not core.stream.num_in_flight)
+        return is_idle and not self._changes.lends_memory
 
     def _answer_pauses(self) -> list[Effect]:
         """Answer the calls to pause: no step is in flight, or generation was continued before that."""
@@ -565,7 +566,7 @@ class Scheduler:
         refused = self._changes.ask_for_update(client, asked, is_draining=self._is_draining)
         if not refused and asked.aborts:
             self.abort_all()
-        elif not refused and not self._changes.keeps_rows:
+        elif not (refused or self._changes.keeps_rows):
             core.planner.preempt_all()
         return refused
 
@@ -591,8 +592,7 @@ class Scheduler:
         return [ToFrontend(inspection.client.number, reply)]
 
     def _state(self, core: SchedulerCore, call: int, findings: list[str]) -> ControlReply:
-        values = core.state()
-        values |= {"is_draining": self._is_draining, "is_paused": self._pauses.is_on}
+        values = core.state() | {"is_draining": self._is_draining, "is_paused": self._pauses.is_on}
         for number, client in self._clients.items():
             values[f"live_requests_of_frontend_{number}"] = client.num_known
             values[f"unacknowledged_batches_of_frontend_{number}"] = client.outbox.num_unacknowledged

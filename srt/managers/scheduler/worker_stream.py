@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from srt.managers.scheduler.clients import Client
 from srt.managers.scheduler.plan_draft import Planned
-from srt.protocol.engine_work import InspectWeights, WeightsWork
+from srt.protocol.engine_work import EngineWork, InspectWeights
 from srt.protocol.messages import Scalar, StepAck, StepResult, WorkDone, WorkerHello
 
 
@@ -32,7 +32,7 @@ class EngineChange:
 
     client: Client
     call: int
-    work: WeightsWork
+    work: EngineWork
     version: str  # name of the weights afterwards
     is_sent: bool = False
     errors: list[str] = field(default_factory=list)  # of ranks that did not do it

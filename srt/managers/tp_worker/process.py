@@ -35,7 +35,10 @@ from srt.protocol.engine_work import (
     LeaveUpdateGroup,
     LoadWeights,
     ReceiveWeights,
+    ReleaseMemory,
     ResetTables,
+    ResumeMemory,
+    WeightsSource,
     Work,
 )
 from srt.protocol.messages import (
@@ -58,6 +61,7 @@ from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from srt.constrained.vocabulary import Vocabulary
+    from srt.model_executor.memory.memory_loan import MemoryLoan
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step.step_output import StepOutput
 
@@ -92,6 +96,7 @@ class TpWorker:
         grammars: GrammarLoader | None = None,
         adapters: AdapterLoader | None = None,
         draws: bool = True,
+        loan: MemoryLoan | None = None,
     ) -> None:
         """Without `grammars`, requests with a grammar are refused, and without `adapters` those with an adapter.
 
@@ -106,6 +111,7 @@ class TpWorker:
         known: tuple[GrammarLoader | AdapterLoader | None, ...] = grammars, adapters
         loaders: dict[str, Loader] = {loader.kind: loader for loader in known if loader is not None}
         self._resources = ResourceThreads(loaders, link.wake)
+        self._loan = loan
         self._constrained = None if grammars is None or not draws else ConstrainedRows(grammars)
         self._num_constrained_steps = 0
         self._waiter = OutputWaiter(link.wake)
@@ -248,6 +254,11 @@ class TpWorker:
     def _note_progress(self) -> None:
         self._busy_since_s = time.monotonic()
 
+    def _memory_loan(self) -> MemoryLoan:
+        if self._loan is None:
+            raise UpdateError("Memory cannot be released: start the server with --enable-memory-saver.")
+        return self._loan
+
     def _work(self, work: Work) -> dict[str, Scalar]:
         match work:
             case ResetTables():
@@ -274,6 +285,11 @@ class TpWorker:
             case LeaveUpdateGroup():
                 self._runner.update_groups.leave(work.name)
                 return {}
+            case ReleaseMemory():
+                return {"num_bytes": self._memory_loan().release(work.tags, work.weights)}
+            case ResumeMemory():
+                self._memory_loan().resume(work.tags, work.weights, self._note_progress)
+                return {}
             case _:
                 assert_never(work)
 
@@ -295,7 +311,8 @@ def main(child: Child) -> None:
     loaded, grammars = runner.loaded, _grammar_loader(child, runner)
     adapters = None if loaded.adapters is None else AdapterLoader(loaded.adapters)
     draws = loaded.stage.is_last
-    worker = TpWorker(rank, runner, link, args.window, child.tracer, layout.num_ranks, grammars, adapters, draws)
+    loan = _memory_loan(child, runner)
+    worker = TpWorker(rank, runner, link, args.window, child.tracer, layout.num_ranks, grammars, adapters, draws, loan)
     link.send(hello_of(rank, args.page_size, runner))
     gc.collect()
     gc.freeze()
@@ -317,6 +334,19 @@ def main(child: Child) -> None:
             raise StartError(sentence) from error
         raise
     link.close()
+
+
+def _memory_loan(child: Child, runner: ModelRunner) -> MemoryLoan | None:
+    """Return the owner of memory that can be released, if the options ask for it, with that released which the ledger says."""
+    start = child.start
+    if not start.args.enable_memory_saver:
+        return None
+    from srt.model_executor.memory.memory_loan import MemoryLoan
+
+    loan = MemoryLoan(runner, WeightsSource(start.model_folder, start.checkpoint_version))
+    if start.ledger.released:
+        loan.release(start.ledger.released, start.ledger.weights)
+    return loan
 
 
 def _grammar_loader(child: Child, runner: ModelRunner) -> GrammarLoader:

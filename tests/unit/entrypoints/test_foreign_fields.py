@@ -12,6 +12,7 @@ from scripts import document_api
 from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from srt.entrypoints.anthropic.schema import CountTokensBody, MessagesBody
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EmbeddingsBody, RerankBody, ScoreBody
+from srt.entrypoints.memory_loan import ReleaseBody, ResumeBody
 from srt.entrypoints.native import AbortBody, ContinueBody, PauseBody
 from srt.entrypoints.native_shapes import GenerateBody
 from srt.entrypoints.openai.messages import MESSAGE_FIELDS, plain_messages
@@ -52,6 +53,8 @@ BODIES: list[tuple[type[RequestBody], dict[str, Any]]] = [
     (InitGroupBody, {"master_address": "host", "master_port": 1, "rank_offset": 1, "world_size": 2}),
     (ReceiveBody, {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}),
     (DestroyGroupBody, {}),
+    (ReleaseBody, {}),
+    (ResumeBody, {}),
     (NamedBody, {"name": "a"}),
     (LoggingBody, {}),
     (TokenizeBody, {"prompt": "hi"}),
