@@ -40,6 +40,8 @@ class ExtendTiles:
             return cls(block_m=32, block_n=16 if is_tight else 32)
         if head_dim > 128:
             return cls(block_n=32 if is_tight else 64)
+        if pairs <= 16:  # a decode's token and its drafts
+            return cls(block_m=16, num_stages=2)
         return cls(block_m=128) if pairs > 64 else cls()
 
 
