@@ -39,9 +39,9 @@ def say(runtime: srt.Runtime, *turns: str) -> str:
     return answer
 
 
-def test_both_models_are_in_the_package_and_small() -> None:
-    files = [file for name in ("tiny", "tiny-draft") for file in (SHIPPED_MODELS / name).iterdir()]
-    assert len(files) == 10
+def test_both_models_and_the_head_are_in_the_package_and_small() -> None:
+    files = [file for name in ("tiny", "tiny-draft", "tiny-eagle3") for file in (SHIPPED_MODELS / name).iterdir()]
+    assert len(files) == 12
     assert sum(file.stat().st_size for file in files) < 20_000_000
 
 

@@ -27,13 +27,15 @@ PARAMETERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def drafting() -> Iterator[srt.Runtime]:
+@pytest.fixture(scope="module", params=[("STANDALONE", "tiny-draft"), ("EAGLE3", "tiny-eagle3")], ids=["model", "head"])
+def drafting(request: pytest.FixtureRequest) -> Iterator[srt.Runtime]:
+    algorithm, checkpoint = request.param
     options = {
         **OPTIONS,
         "tp_size": 2,
-        "speculative_algorithm": "STANDALONE",
-        "speculative_draft_model_path": "tiny-draft",
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": checkpoint,
+        "speculative_num_draft_tokens": 5,
     }
     with srt.Runtime(**options) as runtime:
         yield runtime
