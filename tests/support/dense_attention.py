@@ -39,4 +39,9 @@ class DenseAttention:
 
 def dense_batch() -> ForwardBatch:
     """A batch of which models use nothing but the attention."""
-    return cast("ForwardBatch", SimpleNamespace(attn_backend=DenseAttention(), output_tokens=None))
+    return cast(
+        "ForwardBatch",
+        SimpleNamespace(
+            token_to_kv_pool=SimpleNamespace(features=None), attn_backend=DenseAttention(), output_tokens=None
+        ),
+    )
