@@ -20,7 +20,7 @@ from tests.support.server_process import END_S, ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-LENGTH = 60
+LENGTH = 150  # of which some are drawn before an update and some behind it
 GREEDY = {"temperature": 0, "max_new_tokens": LENGTH, "ignore_eos": True}
 PROMPTS = [[7, 8, 9, number] for number in range(3)]
 
@@ -68,12 +68,16 @@ def answers(server: ServerProcess, version: str) -> list[list[int]]:
 
 
 def under_load(server: ServerProcess, action: Any) -> list[dict[str, Any]]:
-    """Run the prompts, do something when they have begun, and return the last chunk of each."""
-    begun = Trigger(3, action)
+    """Run the prompts, do something when each has a token, and return the last chunk of each."""
+    all_begun = Trigger(len(PROMPTS), action)
     url = server.wait_ready()
-    bodies = [{"input_ids": prompt, "sampling_params": GREEDY} for prompt in PROMPTS]
-    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        return [chunks[0] for chunks in pool.map(lambda body: streamed(url, body, begun), bodies)]
+
+    def one(prompt: list[int]) -> dict[str, Any]:
+        first = Trigger(1, all_begun)
+        return streamed(url, {"input_ids": prompt, "sampling_params": GREEDY}, first)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(one, PROMPTS))
 
 
 def check_continued(server: ServerProcess, chunk: dict[str, Any], prompt: list[int], old: list[int]) -> None:
