@@ -13,6 +13,9 @@ HANDLE_BYTES: Final = 64
 LOCATION_BYTES: Final = 16
 """Length of CUDA's PCI bus id, which is the same in all processes, unlike device numbers."""
 
+BLOCK_BYTES: Final = 2 << 20
+"""CUDA's unit of mapping: memory of whole blocks shares none with other memory."""
+
 
 class MappedMemory(Protocol):
     """The CUDA operations needed on one device. Each raises RuntimeError if CUDA refuses."""
@@ -38,6 +41,9 @@ class MappedMemory(Protocol):
 
     def unmap(self, address: int) -> None:
         """Unmap the memory once the device has finished all launched work."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Let the device access this memory of the host from now on, and return its address there. Both are whole pages."""
 
     def write(self, address: int, data: bytes) -> None: ...
 
@@ -83,6 +89,11 @@ class CudaMemory:
     def unmap(self, address: int) -> None:
         torch.cuda.synchronize(self._device)
         self._call("cuIpcCloseMemHandle", address)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        self._call("cuMemHostRegister", address, num_bytes, flags)
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
 
     def write(self, address: int, data: bytes) -> None:
         buffer = ctypes.create_string_buffer(data, len(data))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from srt.distributed.mapped_memory import MappedMemory
 from srt.distributed.parallel_state import TensorParallel
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 _MESSAGE_BYTES: Final = 256
 
 
-class _Disagreement(Exception):
+class Disagreement(Exception):
     """The ranks cannot map each other's memory, because one of them failed."""
 
 
@@ -32,10 +33,14 @@ def open_peer_memory(
     if tp.size > MOST_RANKS:
         return None
     boxes = Boxes(find_memory(), tp.rank, tp.size, first_run)
+
+    def gather(x: Tensor) -> Tensor:
+        return tp.all_gather(x.to(tp.device).unsqueeze(0), dim=0).cpu()
+
     try:
-        offers = _agree(tp, boxes.offer)
-        _agree(tp, lambda: boxes.map(offers))
-    except _Disagreement as error:
+        offers = agree(gather, boxes.offer)
+        agree(gather, lambda: boxes.map(offers))
+    except Disagreement as error:
         boxes.unmap()
         tp.min_int(0)  # a barrier: after it no peer maps our box
         boxes.free()
@@ -45,15 +50,18 @@ def open_peer_memory(
     return PeerMemory(boxes, tp.device, timeout_s)
 
 
-def _agree(tp: TensorParallel, act: Callable[[], bytes]) -> list[bytes]:
-    """Return the result of `act` on every rank; raise _Disagreement on all ranks if it failed on one."""
+def agree(gather: Callable[[Tensor], Tensor], act: Callable[[], bytes]) -> list[bytes]:
+    """Return the result of `act` on every rank; raise Disagreement on all ranks if it failed on one.
+
+    `gather` returns the ranks' tensors, which are in host memory, as [ranks, *x.shape].
+    """
     try:
         said = b"+" + act()
     except Exception as error:  # must be reported whatever it is, because the other ranks wait for the answer
         said = b"-" + f"{type(error).__name__}: {error}".encode()
     mine = torch.frombuffer(bytearray(said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    all_said = [bytes(one.tolist()) for one in tp.all_gather(mine.to(tp.device).unsqueeze(0), dim=0).cpu()]
+    all_said = [bytes(one.tolist()) for one in gather(mine)]
     for rank, one in enumerate(all_said):
         if one[:1] == b"-":
-            raise _Disagreement(f"rank {rank}: {one[1:].rstrip(bytes(1)).decode(errors='replace')}")
+            raise Disagreement(f"rank {rank}: {one[1:].rstrip(bytes(1)).decode(errors='replace')}")
     return [one[1:] for one in all_said]

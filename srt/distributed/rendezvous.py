@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from srt.distributed.parallel_state import Group, TensorParallel
-from srt.distributed.pipeline import Pipeline, StageGroup
+from srt.distributed.pipeline import MessageLinks, Pipeline, StageGroup
 
 if TYPE_CHECKING:
     from srt.distributed.peer_memory import PeerMemory
+    from srt.distributed.stage_memory import LinkSizes
 
 Backend = Literal["gloo", "nccl"]
 
@@ -46,15 +47,30 @@ def init_tensor_parallel(
 def init_pipeline(stage: int, num_stages: int, rendezvous_file: str, timeout_s: float, most_in_flight: int) -> Pipeline:
     """Meet the other stages, over gloo, at `rendezvous_file`, a path that they share and that no earlier group has used.
 
-    A message whose peer does not arrive fails after `timeout_s`. Plans in flight are at most `most_in_flight`.
+    A message whose peer does not arrive fails after `timeout_s`. Plans in flight are at most `most_in_flight`. Stages on GPUs call
+    `open_device_links` afterwards.
     """
     if num_stages == 1:
-        return Pipeline(0, 1, None, most_in_flight)
+        return Pipeline(0, 1)
     store = dist.FileStore(rendezvous_file, num_stages)  # type: ignore[attr-defined]  # missing in torch's own stubs
-    group = _open_group(store, stage, num_stages, "gloo", timedelta(seconds=timeout_s))
-    pipeline = Pipeline(stage, num_stages, cast("StageGroup", group), most_in_flight)
+    group = cast("StageGroup", _open_group(store, stage, num_stages, "gloo", timedelta(seconds=timeout_s)))
+    pipeline = Pipeline(stage, num_stages, group, MessageLinks(stage, num_stages, group, most_in_flight))
     pipeline.min_int(stage)  # connects now, so that a missing stage is found at start-up
     return pipeline
+
+
+def open_device_links(pipeline: Pipeline, sizes: LinkSizes, device: torch.device, timeout_s: float) -> None:
+    """Exchange steps through the GPUs' memory from now on. StartError on all stages if one cannot. All stages call this together."""
+    # Imported here because Triton is installed only with PyTorch for CUDA.
+    from srt.distributed.mapped_memory import CudaMemory
+    from srt.distributed.stage_memory import open_stage_memory
+    from srt.kernels.build.hopper import runs_on
+    from srt.kernels.collectives.stage_link import KERNELS
+
+    def find_memory() -> CudaMemory | None:
+        return CudaMemory(device) if all(runs_on(device, kernel) for kernel in KERNELS) else None
+
+    pipeline.links = open_stage_memory(pipeline, find_memory, sizes, device, timeout_s)
 
 
 def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:

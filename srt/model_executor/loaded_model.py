@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.pipeline import Pipeline
+from srt.distributed.rendezvous import open_device_links
 from srt.layers.attention.attention_spec import AttentionSpec, LatentSizes
 from srt.layers.attention.backend_choice import BackendChoice, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
@@ -64,6 +66,7 @@ class LoadedModel:
     attention: BackendChoice
     attn_backend: AttentionBackend
     captures_prompts: bool  # whether graphs of prompts include their attention; the same on all ranks
+    weights_per_layer: int  # on average; the same on all ranks
     logits_processor: LogitsProcessor
     staging: Staging
     draw_store: DrawStore
@@ -77,6 +80,23 @@ class LoadedModel:
         """The model, for what only layers of ours have, such as fast paths."""
         assert isinstance(self.model, CausalLM), f"{self.config.architecture} is run by the library's layers"
         return self.model
+
+    @property
+    def most_in_flight(self) -> int:
+        """Steps that may be launched and not answered."""
+        return most_in_flight(self.args, self.stage.num_stages)
+
+    @contextmanager
+    def naming_lost_peer(self) -> Iterator[None]:
+        """Replace any exception inside by one that names the lost rank or stage, if the device has given up on one."""
+        with self.tp.naming_lost_peer(), self.pipeline.naming_lost_peer():
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank run steps without other ranks and stages; what they would send is made up."""
+        with self.tp.alone(), self.pipeline.alone():
+            yield
 
     @property
     def weight_bytes(self) -> int:
@@ -126,7 +146,7 @@ def load_model(
 
     With a `pipeline` of several stages, these are the weights of its stage.
     """
-    pipeline = pipeline or Pipeline(0, 1, None, args.window)
+    pipeline = pipeline or Pipeline(0, 1)
     torch.set_float32_matmul_precision("highest")  # float32 never becomes TF32, whatever the environment says
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
@@ -141,10 +161,8 @@ def load_model(
     with memory.region("buffers"):
         spec = _attention_spec(args, config, tp, dtype, kv_dtype)
         attention, attn_backend = init_attention_backend(args, spec, device)
-        staging = Staging(device, args.window)
-        draw_store = DrawStore.allocate(device, args.max_running_requests, args.window + stage.num_stages - 1)
-    # Each rank finds out by itself whether its kernels run, but all ranks must capture the same graphs.
-    captures_prompts = bool(tp.min_int(int(attn_backend.prompt_graphs is not None)))
+        staging = Staging(device, most_in_flight(args, stage.num_stages))
+        draw_store = DrawStore.allocate(device, args.max_running_requests, most_in_flight(args, stage.num_stages))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
         loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
@@ -166,13 +184,19 @@ def load_model(
         attention_spec=spec,
         attention=attention,
         attn_backend=attn_backend,
-        captures_prompts=captures_prompts,
+        captures_prompts=_all_capture_prompts(attn_backend, tp, pipeline),
+        weights_per_layer=pipeline.min_int(model.weights_per_layer),
         logits_processor=_logits_processor(args, config, tp, device),
         staging=staging,
         draw_store=draw_store,
         model=model,
         adapters=_adapters_of(args, config, model, memory, dtype, device),
     )
+
+
+def _all_capture_prompts(backend: AttentionBackend, tp: TensorParallel, pipeline: Pipeline) -> bool:
+    """Return whether graphs can hold prompts on all ranks: each finds out by itself, but all must capture the same graphs."""
+    return pipeline.min_int(tp.min_int(int(backend.prompt_graphs is not None))) == 1
 
 
 def resolve_ops(args: ServerArgs, device: torch.device) -> LayerOps:
@@ -289,6 +313,24 @@ def _read_kv_scales(args: ServerArgs, config: ModelConfig, folder: str, tp: Tens
     return scales.k, scales.v
 
 
+def most_in_flight(args: ServerArgs, num_stages: int) -> int:
+    """Return how many steps may be launched and not answered."""
+    return args.window + num_stages - 1
+
+
+def link_stages(args: ServerArgs, config: ModelConfig, pipeline: Pipeline, device: torch.device) -> None:
+    """Let the stages of a pipeline on GPUs exchange steps through their memory. StartError if they cannot. On a CPU do nothing."""
+    if pipeline.num_stages == 1 or device.type != "cuda":
+        return
+    # Imported here because Triton is installed only with PyTorch for CUDA.
+    from srt.distributed.stage_memory import LinkSizes
+
+    row_bytes = config.hidden_size * resolve_dtype(args, config).itemsize
+    most_ids = args.max_running_requests
+    sizes = LinkSizes(row_bytes, args.prefill_chunk + most_ids, most_ids, most_in_flight(args, pipeline.num_stages))
+    open_device_links(pipeline, sizes, device, args.dist_timeout)
+
+
 def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
     """Return the type of weights and activations: that of --dtype, or the checkpoint's."""
     name = config.torch_dtype if args.dtype == "auto" else args.dtype
@@ -305,7 +347,8 @@ def resolve_device(args: ServerArgs, worker: int) -> torch.device:
     count = torch.cuda.device_count()
     index = args.base_gpu_id + worker
     if index >= count:
-        sizes = f"--tp {args.tp_size}" + (f" and --dp-size {args.dp_size}" if args.dp_size > 1 else "")
+        sizes = f"--tp {args.tp_size}" + (f" and --pp-size {args.pp_size}" if args.pp_size > 1 else "")
+        sizes += f" and --dp-size {args.dp_size}" if args.dp_size > 1 else ""
         raise StartError(
             f"{sizes} with --base-gpu-id {args.base_gpu_id} needs CUDA device {index}, but only {count} are visible:"
             " choose a smaller --tp or --base-gpu-id, or check CUDA_VISIBLE_DEVICES."

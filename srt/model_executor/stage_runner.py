@@ -1,39 +1,43 @@
-"""Runners for the stages of a pipeline. They wait for each other only by messages; each runs all steps in the order of the plans.
+"""Runners for the stages of a pipeline. They wait for each other only by what they exchange; each runs all steps in the order of the plans.
 
 The stages before the last draw nothing. They launch a step, go on to the next one, and get its ids from the last stage later. A row
-decodes again at the earliest when its id is drawn, but the message with the id may come later than the plan that relies on it. So a
-stage waits for the ids of the rows that decode before it runs them.
+may be planned again before its id is drawn, or before the id has arrived. So a stage waits for the ids of the rows that decode before it
+runs them: on a CPU the process does, on a GPU the device, behind the steps that were launched before.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from srt.distributed.pipeline import Arrival, Pipeline
+from srt.distributed.pipeline import Pipeline, StageIds
 from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.layers.token_masks import TokenMasks
 from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.graphs.decode_runner import HIDDEN
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.model_runner import ModelRunner, sampling_info
-from srt.model_executor.step.executed_step import ExecutedStep, ModelRunnerOutput
+from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, ModelRunnerOutput
 from srt.model_executor.step.plan_arrays import write_tables
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_output import SampledRows, StepOutput, sampled_rows
-from srt.model_executor.step.step_planner import HostStep
+from srt.model_executor.step.step_planner import DecodeStep, HostStep
 from srt.model_executor.step.step_sampler import StepSampler
 
 
-def build_stage_runner(loaded: LoadedModel, state: DeviceState) -> ModelRunner:
-    """Create the runner of one stage of a pipeline. All its steps run without graphs."""
+def new_runner(loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> ModelRunner:
+    """Create the runner of a whole model, or of one stage of a pipeline."""
+    if loaded.stage.num_stages == 1:
+        return ModelRunner(loaded, state, sampler, graphs)
     kind = LastStageRunner if loaded.stage.is_last else EarlierStageRunner
-    return kind(loaded, state, StepSampler(loaded, state), StepGraphs(loaded))
+    return kind(loaded, state, sampler, graphs)
 
 
 class StageRunner(ModelRunner):
@@ -41,18 +45,28 @@ class StageRunner(ModelRunner):
 
     def __init__(self, loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> None:
         super().__init__(loaded, state, sampler, graphs)
-        assert loaded.device.type == "cpu", "stages exchange memory of the host"
         self._pipeline: Pipeline = loaded.pipeline
 
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
         loaded = self.loaded
         if not loaded.stage.is_first:
             shape = len(batch.input_ids), loaded.config.hidden_size
-            batch.stage_input = self._pipeline.receive_hidden(shape, loaded.dtype)
+            batch.stage_input = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
+            self._pipeline.links.receive_hidden(batch.stage_input)
         hidden = super().forward_extend(batch)
         if not loaded.stage.is_last:
-            self._pipeline.send_hidden(hidden)
+            self._pipeline.links.send_hidden(hidden)
         return hidden
+
+    def forward_decode(self, step: DecodeStep) -> DecodeOutput:
+        stage, runner = self.loaded.stage, self._decode_runner
+        if not stage.is_first:
+            assert runner is not None, "a runner without graphs.decodes has no fixed buffers for decode steps"
+            self._pipeline.links.receive_hidden(runner.buffers.pp_proxy_tensors[HIDDEN][: len(step.slots)])
+        output = super().forward_decode(step)
+        if not stage.is_last:
+            self._pipeline.links.send_hidden(output.logits)
+        return output
 
 
 class LastStageRunner(StageRunner):
@@ -60,10 +74,8 @@ class LastStageRunner(StageRunner):
 
     def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
         output = super()._sample(step, masks)
-        assert isinstance(step, ModelRunnerOutput), "steps of a stage have no fixed buffers"
-        if step.sampling_info.num_rows:
-            assert output.drawn is not None, "rows that sample have ids"
-            self._pipeline.send_ids(torch.from_numpy(output.drawn.wait().copy()))
+        if output.drawn is not None:
+            self._pipeline.links.send_ids(output.drawn)
         return output
 
 
@@ -71,22 +83,25 @@ class LastStageRunner(StageRunner):
 class _Awaited:
     """The rows of a step whose ids are on their way, with the positions of these ids."""
 
-    arrival: Arrival
+    ids: StageIds
     slots: Ints
     positions: Ints
     is_kept: NDArray[np.bool_]  # False for rows whose slot has been given to another request since
 
 
 class AwaitedIds:
-    """The ids that the last stage has still to send, in the order of their steps, and the token table that they are written to."""
+    """The ids that the last stage has still to send, in the order of their steps.
 
-    def __init__(self, token_table: torch.Tensor) -> None:
-        self._token_table = token_table
+    `write` writes the ids of a step to the token table once they have arrived: on a CPU it waits for them, on a GPU the device does.
+    """
+
+    def __init__(self, write: Callable[[StageIds, Ints, Ints], None]) -> None:
+        self._write_ids = write
         self._steps: deque[_Awaited] = deque()
 
-    def add(self, arrival: Arrival, slots: Ints, positions: Ints) -> None:
+    def add(self, ids: StageIds, slots: Ints, positions: Ints) -> None:
         """Expect an id for each of these positions of these slots."""
-        self._steps.append(_Awaited(arrival, slots, positions, np.ones(len(slots), np.bool_)))
+        self._steps.append(_Awaited(ids, slots, positions, np.ones(len(slots), np.bool_)))
 
     def drop(self, slots: Ints) -> None:
         """Write no more ids for these slots: other requests have been admitted to them."""
@@ -94,22 +109,19 @@ class AwaitedIds:
             step.is_kept &= ~np.isin(step.slots, slots)
 
     def write_for(self, slots: Ints) -> None:
-        """Write the ids that have arrived. Wait until all ids of these slots have."""
+        """Write the ids that have arrived, and before any later work all ids of these slots."""
         last = max((n for n, step in enumerate(self._steps) if np.isin(step.slots, slots).any()), default=-1)
-        while self._steps and (last >= 0 or self._steps[0].arrival.has_ended):
+        while self._steps and (last >= 0 or self._steps[0].ids.has_ended):
             self._write(self._steps.popleft())
             last -= 1
 
     def write_all(self) -> None:
-        """Wait for all ids, and write them."""
+        """Write all ids."""
         while self._steps:
             self._write(self._steps.popleft())
 
     def _write(self, step: _Awaited) -> None:
-        # An id of -1 marks a row whose logits were not finite. The request ends, but a step of it may be planned already.
-        ids = step.arrival.wait().clamp(min=0)
-        kept = torch.from_numpy(step.is_kept)
-        self._token_table[torch.from_numpy(step.slots)[kept], torch.from_numpy(step.positions)[kept]] = ids[kept]
+        self._write_ids(step.ids, np.where(step.is_kept, step.slots, -1), step.positions)
 
 
 class EarlierStageRunner(StageRunner):
@@ -117,7 +129,14 @@ class EarlierStageRunner(StageRunner):
 
     def __init__(self, loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> None:
         super().__init__(loaded, state, sampler, graphs)
-        self._awaited = AwaitedIds(state.req_to_token_pool.token_table)
+        self._awaited = AwaitedIds(self._write_ids)
+
+    def _write_ids(self, ids: StageIds, slots: Ints, positions: Ints) -> None:
+        self._pipeline.links.write_ids(ids, slots, positions, self.state.req_to_token_pool.token_table)
+
+    def forward_decode(self, step: DecodeStep) -> DecodeOutput:
+        self._awaited.write_for(step.slots)
+        return super().forward_decode(step)
 
     def _execute_planned(self, host: HostStep) -> ModelRunnerOutput:
         state, plan = self.state, self.loaded.staging.copy(host.arrays)
@@ -132,13 +151,20 @@ class EarlierStageRunner(StageRunner):
 
     def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
         """Begin to receive the ids that the last stage draws, by whatever masks."""
-        assert isinstance(step, ModelRunnerOutput), "steps of a stage have no fixed buffers"
+        if isinstance(step, DecodeOutput):
+            assert self._decode_runner is not None
+            self._decode_runner.store_nothing()
+            return self._received(step.step.slots, step.step.seq_lens)
+        assert isinstance(step, ModelRunnerOutput), "only a runner that speculates has other steps"
         rows = step.host.rows
         if not len(rows.sample_rows):
             return StepOutput(None, [], self.loaded.device)
-        arrival = self._pipeline.receive_ids(len(rows.sample_rows))
-        self._awaited.add(arrival, rows.slots[rows.sample_rows], rows.seq_lens[rows.sample_rows])
-        return ReceivedOutput(arrival, self.loaded.device)
+        return self._received(rows.slots[rows.sample_rows], rows.seq_lens[rows.sample_rows])
+
+    def _received(self, slots: Ints, positions: Ints) -> ReceivedOutput:
+        ids = self._pipeline.links.receive_ids(len(slots))
+        self._awaited.add(ids, slots, positions)
+        return ReceivedOutput(ids, self.loaded.device)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -147,22 +173,22 @@ class EarlierStageRunner(StageRunner):
 
 
 class ReceivedOutput(StepOutput):
-    """The output of a step that another stage draws. It cannot be polled: `is_ready` holds after some thread has called `wait`."""
+    """The output of a step that another stage draws."""
 
-    def __init__(self, arrival: Arrival, device: torch.device) -> None:
+    def __init__(self, ids: StageIds, device: torch.device) -> None:
         super().__init__(None, [], device)
-        self._arrival = arrival
+        self._received = ids
 
     @property
     def must_be_awaited(self) -> bool:
-        return not self._arrival.has_ended
+        return self._received.must_be_awaited and not self._received.has_ended
 
     def is_ready(self) -> bool:
-        return self._arrival.has_ended
+        return self._received.has_ended
 
     def wait(self) -> None:
-        self._arrival.wait()
+        self._received.wait()
 
     def result(self) -> SampledRows:
-        counts, ids = sampled_rows(self._arrival.wait().numpy())
+        counts, ids = sampled_rows(self._received.wait().numpy())
         return SampledRows(counts, ids, [])

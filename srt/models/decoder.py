@@ -150,9 +150,7 @@ class Decoder(nn.Module):
             stream = layer.add(*layer.attend(stream, rotation, batch))
             stream = layer.finish(stream, following.input_layernorm)
         if not self._stage.is_last:
-            stream = last.finish(last.add(*last.attend(stream, rotation, batch)), None)
-            assert stream.delta is not None, "without a next norm the layer's output is not added yet"
-            return stream.hidden + stream.delta
+            return last.finish(last.add(*last.attend(stream, rotation, batch)), None).total
         note_input(len(layers) - 1, stream, batch)
         taken = _of_tokens(batch.output_tokens, *last.attend(stream, rotation, batch))
         if not len(taken[1]):

@@ -300,7 +300,7 @@ def main(child: Child) -> None:
 
     from srt.model_executor.startup.warm_up import warm_up
 
-    naming_lost_peer = runner.loaded.tp.naming_lost_peer
+    naming_lost_peer = runner.loaded.naming_lost_peer
     with naming_lost_peer():
         child.report_phase("warm-up")
         warm_up(runner)
@@ -370,7 +370,7 @@ def load_runner(child: Child) -> ModelRunner:
     import torch
 
     from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
-    from srt.model_executor.loaded_model import resolve_device
+    from srt.model_executor.loaded_model import link_stages, resolve_device
     from srt.model_executor.startup.start_runner import start_runner
 
     # A worker's operations run one after the other, so threads that run several at once would only take cores. The number of threads
@@ -398,6 +398,7 @@ def load_runner(child: Child) -> ModelRunner:
     pipeline = init_pipeline(
         stage, layout.pp, _rendezvous(start, f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1
     )
+    link_stages(args, config, pipeline, device)
     child.report_phase("weights")
     with tp.naming_lost_peer():
         return start_runner(

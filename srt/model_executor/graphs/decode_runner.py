@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ from srt.model_executor.step.input_buffers import GraphInputBuffers
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_planner import LEAST_SHARING_ROWS, DecodeStep
 from srt.sampling.sampling_batch_info import SamplingArrays, SamplingBatchInfo, SamplingKind
+from srt.utils.pipeline_stage import Stage
 
 if TYPE_CHECKING:
     from srt.kernels.decoder.resident_layers import ResidentLayers
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from srt.models.any_model import AnyModel
 
 NO_ROWS = np.zeros(0, np.int64)
+HIDDEN = "hidden_states"  # among the tensors from the stage before; the residual is already added to them
 FORWARD = 0  # index of the forward pass among a size's graphs
 FIRST_SAMPLE = 1  # index of the first sampling graph; there is one for each SamplingKind, in its order
 MOST_LT_ROWS = 112  # up to this many rows, products are done by cuBLASLt
@@ -61,6 +63,9 @@ class DecodeParts:
     tables: ReqToTokenPool
     kv_pool: MHATokenToKVPool
     draw_store: DrawStore
+    stage: Stage
+    hidden_size: int
+    dtype: torch.dtype
     compiled: CompiledForward | None = None  # replaces the model in steps of few rows
     cpu_step: CpuDecodeStep | None = None  # likewise, on a CPU
     resident: Mapping[int, ResidentLayers] = field(
@@ -91,7 +96,7 @@ class DecodeRunner:
         self,
         parts: DecodeParts,
         max_rows: int,
-        window: int,
+        most_in_flight: int,
         device: torch.device,
         sizes: tuple[int, ...] = (),
         pads: bool = True,
@@ -101,11 +106,12 @@ class DecodeRunner:
         self.compiled = parts.compiled
         self._parts = parts
         self._device = device
-        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, window, parts.draw_store)
+        hidden = max_rows, parts.hidden_size
+        proxies = None if parts.stage.is_first else {HIDDEN: torch.zeros(hidden, dtype=parts.dtype, device=device)}
+        self.buffers = GraphInputBuffers(parts.tables, max_rows, device, most_in_flight, parts.draw_store, proxies)
         self._no_rows = ForwardBatch.empty(parts.tables, parts.kv_pool, parts.attn_backend)
         self._batches: dict[int, ForwardBatch] = {}
-        head = parts.model.lm_head
-        self.logits = torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
+        self.logits = self._new_outputs(max_rows)
         self._logits_of_rows: dict[int, torch.Tensor] = {}  # cached: a slice costs the host as much as a launch
         self._sizes = tuple(sorted(sizes))
         self._chosen: _Chosen | None = None  # for the current step
@@ -139,6 +145,9 @@ class DecodeRunner:
             state.req_to_token_pool,
             state.token_to_kv_pool,
             loaded.draw_store,
+            loaded.stage,
+            loaded.config.hidden_size,
+            loaded.dtype,
             compiled,
             cpu_step_of(loaded, state, compiled),
             resident_layers_of(loaded, state, compiled),
@@ -147,12 +156,20 @@ class DecodeRunner:
         return cls(
             parts,
             state.num_slots,
-            args.window,
+            loaded.most_in_flight,
             loaded.device,
             sizes=args.cuda_graph_bs or graph_sizes(most_graph_rows(args)),
             pads=not args.disable_cuda_graph_padding,
             capture=capture,
         )
+
+    def _new_outputs(self, max_rows: int) -> torch.Tensor:
+        """Allocate what a step computes: logits, or hidden states in a stage before the last."""
+        parts, device = self._parts, self._device
+        if not parts.stage.is_last:
+            return torch.zeros((max_rows, parts.hidden_size), dtype=parts.dtype, device=device)
+        head = parts.model.lm_head
+        return torch.empty((max_rows, head.shard_size), dtype=head.weight.dtype, device=device)
 
     @property
     def cpu_step(self) -> CpuDecodeStep | None:
@@ -171,7 +188,11 @@ class DecodeRunner:
         return {reading: some for reading, some in found.items() if some}
 
     def forward(self, step: DecodeStep) -> torch.Tensor:
-        """Return the logits [rows, this rank's columns] in the model's dtype. The next step overwrites them."""
+        """Return the logits [rows, this rank's columns] in the model's dtype. The next step overwrites them.
+
+        A stage before the last returns hidden states [rows, hidden size]. Behind the first one, the buffers must hold those of the stage
+        before.
+        """
         assert self._has_stored, "the draws of the previous step were not stored"
         self._has_stored = False
         chosen = self._chosen
@@ -258,6 +279,19 @@ class DecodeRunner:
         parts, buffers, rows = self._parts, self.buffers, slice(0, len(draws.ids))
         parts.draw_store.store(draws, buffers.row_slots[rows], buffers.seq_lens[rows], parts.tables.token_table)
 
+    def store_nothing(self) -> None:
+        """Count a step as drawn in a stage that draws nothing: new pages are addressed by the number of the next store."""
+        self._has_stored = True
+        parts, (ids, values, slots, positions) = self._parts, self._nothing
+        parts.draw_store.store(Draws(ids, values), slots, positions, parts.tables.token_table)
+
+    @cached_property
+    def _nothing(self) -> tuple[torch.Tensor, ...]:
+        """The draw of token 0 for the dummy slot: id, value, slot and position."""
+        ids, values = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        slots = torch.full((1,), self._parts.tables.dummy_slot)
+        return tuple(one.to(self._device) for one in (ids, values, slots, ids))
+
     def sampling_info(self, step: DecodeStep, arrays: SamplingArrays[torch.Tensor]) -> SamplingBatchInfo:
         num_rows = len(step.slots)
         return SamplingBatchInfo(
@@ -336,7 +370,7 @@ class DecodeRunner:
 
     def _works(self, size: int, reading: Reading) -> list[Work]:
         """Return the parts of a step of `size` rows. Sampling does not depend on the reading, so it is captured once, with BY_ROW."""
-        samplers = self._samplers.values() if reading is Reading.BY_ROW else ()
+        samplers = self._samplers.values() if reading is Reading.BY_ROW and self._parts.stage.is_last else ()
         return [partial(self._run_forward, size, reading), *(partial(sample, size) for sample in samplers)]
 
     def _run_forward(self, size: int, reading: Reading = Reading.BY_ROW) -> None:
@@ -347,6 +381,9 @@ class DecodeRunner:
             return
         with self._adapters_of(size, reading):
             hidden = self._forward_of(batch, reading)(batch.input_ids, batch.positions, batch)
+        if not parts.stage.is_last:
+            self.logits[:size].copy_(hidden)
+            return
         parts.logits_processor.logits_into(hidden, parts.model.lm_head, self.logits[:size])
 
     def _forward_of(self, batch: ForwardBatch, reading: Reading) -> Callable[..., torch.Tensor]:
@@ -415,6 +452,7 @@ class DecodeRunner:
             window_locations=tuple(locations[:size] for locations in buffers.window_locations),
             req_pool_indices=buffers.row_slots[:size],
             seq_lens=buffers.seq_lens[:size],
+            stage_input=None if self._parts.stage.is_first else buffers.pp_proxy_tensors[HIDDEN][:size],
         )
 
 
@@ -423,14 +461,16 @@ def resident_layers_of(
 ) -> dict[int, ResidentLayers]:
     """Return the kernels that run all layers at once, by number of rows.
 
-    They work on one rank, and replace only our own decode kernels, for layers whose family declares them. With --enable-torch-compile there
-    are none, because compiled code runs these steps.
+    They work on one rank with all layers, and replace only our own decode kernels, for layers whose family declares them. With
+    --enable-torch-compile there are none, because compiled code runs these steps.
     """
     if "resident" not in loaded.config.fast_paths:
         return {}
     if loaded.head is not None:  # it reads hidden states between layers
         return {}
     if loaded.device.type != "cuda" or loaded.attention.decode != "triton" or loaded.tp.size > 1 or compiled:
+        return {}
+    if loaded.stage.num_stages > 1:
         return {}
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.decoder.resident_layers import ROWS, ResidentLayers
@@ -443,6 +483,8 @@ def resident_layers_of(
 def cpu_step_of(loaded: LoadedModel, state: DeviceState, compiled: CompiledForward | None) -> CpuDecodeStep | None:
     """Return the compiled step for a CPU; None if it cannot run this model here, or if PyTorch's compiler was asked for."""
     if "fused" not in loaded.config.fast_paths or loaded.device.type != "cpu" or loaded.tp.size > 1 or compiled:
+        return None
+    if loaded.stage.num_stages > 1:
         return None
     if loaded.args.enable_deterministic_inference:
         return None  # steps with prompts could not give the same bits

@@ -21,11 +21,16 @@ class PieceInputs:
     last.
     """
 
-    def __init__(self, tables: ReqToTokenPool, most_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: ReqToTokenPool, most_tokens: int, device: torch.device, stage_input: torch.Tensor | None = None
+    ) -> None:
+        """`stage_input` [most_tokens, hidden size] is the memory for what the stage before sends; None if there is none."""
+
         def fill(count: int, value: int = 0) -> torch.Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=device)
 
         self._dummy_locations = [pages * tables.page_size for pages in (tables.num_pages, *tables.window_pages)]
+        self.stage_input = stage_input
         self.input_ids = fill(most_tokens)
         self.positions = fill(most_tokens)
         self.out_cache_loc, *self.window_locations = (fill(most_tokens, one) for one in self._dummy_locations)
@@ -43,10 +48,15 @@ class PieceInputs:
     def populate_from_forward_batch(self, batch: ForwardBatch, size: int, num_first: int) -> None:
         """Copy the batch's first `num_first` tokens to the beginning of the `size` tokens, and the others to their end."""
         outputs, shift = batch.output_tokens, size - len(batch.input_ids)
-        assert outputs is not None
-        if num_first < len(batch.input_ids):
-            outputs = torch.where(outputs < num_first, outputs, outputs + shift)
-        _lay(outputs, len(outputs), self._zeros, self.output_tokens)
+        if outputs is not None:
+            if num_first < len(batch.input_ids):
+                outputs = torch.where(outputs < num_first, outputs, outputs + shift)
+            _lay(outputs, len(outputs), self._zeros, self.output_tokens)
+        if self.stage_input is not None:
+            received = batch.received
+            self.stage_input[:num_first].copy_(received[:num_first])
+            if num_first < len(received):
+                self.stage_input[num_first + shift : size].copy_(received[num_first:])
         _lay(batch.input_ids, num_first, self._zeros, self.input_ids[:size])
         _lay(batch.positions, num_first, self._zeros, self.positions[:size])
         sources = (batch.out_cache_loc, *batch.window_locations)

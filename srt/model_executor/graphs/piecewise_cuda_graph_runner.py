@@ -24,6 +24,7 @@ from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LayerAttention, PackedDecodes
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
 from srt.model_executor.graphs.piece_inputs import PieceInputs
+from srt.utils.pipeline_stage import Stage
 
 if TYPE_CHECKING:
     from srt.model_executor.loaded_model import LoadedModel
@@ -46,7 +47,7 @@ class _Buffers:
 
     qkv: torch.Tensor  # [tokens, (heads, KV heads, KV heads) * head_dim], or as packed rows of latents are
     attended: torch.Tensor  # [tokens, heads * value_dim]
-    hidden: torch.Tensor  # [outputs, hidden size]: the result
+    hidden: torch.Tensor  # [outputs, hidden size]: the result; of all tokens in a stage before the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class PiecewiseCudaGraphRunner:
         device: torch.device,
         capture: Capture | None,
         most_whole: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         """`sizes` are numbers of tokens, at least one. Those up to `most_whole` are captured with their attention. Without `capture` they
         can only be precompiled."""
@@ -137,7 +139,11 @@ class PiecewiseCudaGraphRunner:
         self._attn_backend = attn_backend
         self._no_rows = ForwardBatch.empty(tables, kv_pool, attn_backend)
         self._capture = capture
-        self._inputs = PieceInputs(tables, self._sizes[-1], device)
+        self._returns_all = stage is not None and not stage.is_last
+        received = None
+        if stage is not None and not stage.is_first:
+            received = torch.zeros((self._sizes[-1], hidden_size), dtype=spec.dtype, device=device)
+        self._inputs = PieceInputs(tables, self._sizes[-1], device, received)
         self._most_whole = most_whole
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
@@ -147,7 +153,7 @@ class PiecewiseCudaGraphRunner:
     def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
         """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph."""
         args, num_layers = loaded.args, loaded.config.num_layers
-        num_weights = num_layers * loaded.model.weights_per_layer
+        num_weights = num_layers * loaded.weights_per_layer
         most = args.piecewise_cuda_graph_max_tokens
         if most is None:
             chunk = MOST_PIECE_TOKENS if args.prefill_chunk == -1 else args.prefill_chunk
@@ -166,6 +172,7 @@ class PiecewiseCudaGraphRunner:
             loaded.device,
             capture,
             most_whole_tokens(num_layers, num_weights) if loaded.captures_prompts else 0,
+            loaded.stage,
         )
 
     @property
@@ -174,8 +181,8 @@ class PiecewiseCudaGraphRunner:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Return whether a captured size serves the batch without much padding. Records a miss if the best size is not captured."""
-        if batch.output_tokens is None:  # graphs have room for the hidden states of one token per request
-            return False
+        if batch.output_tokens is None and not self._returns_all:
+            return False  # graphs have room for the hidden states of one token per request
         num_tokens = self._least_size(batch)
         best, size = smallest(self._sizes, num_tokens), self._captured_size(num_tokens)
         if best is None:
@@ -257,7 +264,7 @@ class PiecewiseCudaGraphRunner:
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch for which `can_run` holds. The next step overwrites them."""
         size, buffers = self._captured_size(self._least_size(batch)), self._buffers
-        assert size is not None and buffers is not None and batch.output_tokens is not None
+        assert size is not None and buffers is not None
         pieces = self._pieces[size]
         self.replay_prepare(batch, size)
         if not self._is_whole(size):
@@ -269,15 +276,23 @@ class PiecewiseCudaGraphRunner:
                 replay()
                 self._attn_backend.attend_views(views, layer, batch)
         pieces.replays[-1]()
-        return buffers.hidden[: len(batch.output_tokens)]
+        if batch.output_tokens is not None:
+            return buffers.hidden[: len(batch.output_tokens)]
+        num_tokens, num_first = len(batch.input_ids), self._num_first(batch, size)
+        if num_first == num_tokens:
+            return buffers.hidden[:num_tokens]
+        return torch.cat((buffers.hidden[:num_first], buffers.hidden[size - num_tokens + num_first : size]))
+
+    def _num_first(self, batch: ForwardBatch, size: int) -> int:
+        """Return how many of the batch's tokens are at the beginning of those that graphs of this size read; the others are at the end."""
+        return batch.num_extend_tokens if self._is_whole(size) else len(batch.input_ids)
 
     def replay_prepare(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch to where the graphs of this size read, and plan the attentions between pieces."""
+        self._inputs.populate_from_forward_batch(batch, size, self._num_first(batch, size))
         if self._is_whole(size):
-            self._inputs.populate_from_forward_batch(batch, size, batch.num_extend_tokens)
             self._inputs.populate_rows(batch, size)
         else:
-            self._inputs.populate_from_forward_batch(batch, size, len(batch.input_ids))
             self._attn_backend.init_forward_metadata(batch)
 
     def _is_whole(self, size: int) -> bool:
@@ -314,7 +329,8 @@ class PiecewiseCudaGraphRunner:
         return self._buffers.attended[:num_tokens]
 
     def _allocate_buffers(self) -> _Buffers:
-        spec, most, num_outputs = self._spec, self._sizes[-1], len(self._inputs.output_tokens)
+        spec, most = self._spec, self._sizes[-1]
+        num_outputs = most if self._returns_all else len(self._inputs.output_tokens)
 
         def zeros(rows: int, columns: int) -> torch.Tensor:
             return torch.zeros((rows, columns), dtype=spec.dtype, device=self._device)
@@ -340,7 +356,8 @@ class PiecewiseCudaGraphRunner:
             out_cache_loc=inputs.out_cache_loc[:size],
             window_locations=tuple(locations[:size] for locations in inputs.window_locations),
             attn_backend=attention,
-            output_tokens=inputs.output_tokens[:size],
+            output_tokens=None if self._returns_all else inputs.output_tokens[:size],
+            stage_input=None if inputs.stage_input is None else inputs.stage_input[:size],
         )
 
 

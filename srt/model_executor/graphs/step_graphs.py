@@ -38,6 +38,7 @@ class StepGraphs:
         self.decodes = decodes
         self.pieces = pieces
         self._tp = loaded.tp
+        self._pipeline = loaded.pipeline
         self._memory = loaded.memory
         self._device = loaded.device
         self._kernels = kernels or GraphKernels()
@@ -75,10 +76,10 @@ class StepGraphs:
         """
         chosen = self._next_runner
         graph, size = chosen.next_graph, chosen.next_size
-        if not self._tp.min_int(int(self._kernels.are_ready(graph))):
+        if not self._all(self._kernels.are_ready(graph)):
             return 0
         self._kernels.forget(graph)
-        if not self._tp.min_int(int(self._succeeds(chosen.capture_next, size))):
+        if not self._all(self._succeeds(chosen.capture_next, size)):
             for runner in self._runners:
                 runner.give_up(size if runner is chosen else 0)
             self._kernels.give_up()
@@ -96,6 +97,10 @@ class StepGraphs:
         """The runner to capture from next: one that recent steps lacked a graph of, else decodes before prompts."""
         left = [runner for runner in self._runners if runner.num_left]
         return next((runner for runner in left if runner.is_missing_one), left[0])
+
+    def _all(self, holds: bool) -> bool:
+        """Return whether this holds on all ranks of all stages."""
+        return bool(self._pipeline.min_int(self._tp.min_int(int(holds))))
 
     def _count_left(self) -> int:
         return sum(runner.num_left for runner in self._runners)

@@ -18,6 +18,7 @@ from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaG
 from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.stage_runner import new_runner
 from srt.model_executor.startup.peak_step import largest_step
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import (
@@ -53,14 +54,16 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
     from srt.kernels.build.precompile import Compilers
     from srt.model_executor.startup.kernel_record import KernelRecord
 
-    num_threads = max(1, usable_cores() // loaded.tp.size)  # the other ranks of the host compile too
+    num_threads = max(1, usable_cores() // (loaded.tp.size * loaded.stage.num_stages))  # the other ranks compile too
     first, are_first_done = Compilers(num_threads), Event()
     shape = loaded.config.config_hash(), loaded.config.context_length, loaded.dtype, loaded.attention
-    record = KernelRecord(loaded.args, shape, loaded.tp.rank, loaded.device)
+    place = loaded.stage.index * loaded.tp.size + loaded.tp.rank
+    record = KernelRecord(loaded.args, shape, place, loaded.device)
     kernels = GraphKernels()
     begin_later = partial(Compilers, min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
     try:
-        with loaded.tp.alone(), loaded.model.shortened(num_distinct_layers(loaded.config.layers)):
+        layers = loaded.config.layers[loaded.stage.layers.start : loaded.stage.layers.stop]
+        with loaded.alone(), loaded.model.shortened(num_distinct_layers(layers)):
             _go_through_steps(loaded, first, record, kernels, begin_later)
     except Exception as error:
         logger.warning(
@@ -90,7 +93,7 @@ def _go_through_steps(
         run_to_the_end(trial, largest_step(loaded)[0])
         trial.reset()
         decodes = DecodeRunner.of(loaded, state, None, None)
-        runner = ModelRunner(loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes))
+        runner = new_runner(loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes))
         run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
         mask_something(runner)
     if not record.is_complete:

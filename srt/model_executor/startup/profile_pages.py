@@ -48,15 +48,22 @@ def profile_num_pages(loaded: LoadedModel, num_tokens: int) -> list[int]:
 
 def _measure_other_bytes(loaded: LoadedModel) -> int:
     """Return the bytes to keep free beside the KV memory."""
-    num_slots, longest, head = loaded.args.max_running_requests, loaded.config.context_length, loaded.model.lm_head
+    num_slots, longest = loaded.args.max_running_requests, loaded.config.context_length
     return (
         measure_largest_step(loaded)
-        + _num_logits(loaded.args) * head.shard_size * head.weight.itemsize
+        + _num_logits(loaded.args) * _output_bytes(loaded)
         + table_bytes(num_slots, longest, loaded.args.page_size, loaded.page_groups.num)
         + admission_bytes(num_slots, longest)
         + (0 if loaded.head is None else 4 * num_slots * longest)  # its table of locations
         + graph_bytes(loaded.args, loaded.config)
     )
+
+
+def _output_bytes(loaded: LoadedModel) -> int:
+    """Return the bytes of a decode row's logits, or of its hidden states before and behind a stage that is not the last."""
+    if not loaded.stage.is_last:
+        return 2 * loaded.config.hidden_size * loaded.dtype.itemsize
+    return int(loaded.model.lm_head.shard_size * loaded.model.lm_head.weight.itemsize)
 
 
 def _num_logits(args: ServerArgs) -> int:
@@ -84,5 +91,6 @@ def measure_largest_step(loaded: LoadedModel) -> int:
 
 
 def _peak_of(loaded: LoadedModel, section: PlanSection) -> int:
-    runner = trial_runner(loaded)
-    return loaded.memory.peak_of(lambda: run_to_the_end(runner, section))
+    with loaded.pipeline.alone():
+        runner = trial_runner(loaded)
+        return loaded.memory.peak_of(lambda: run_to_the_end(runner, section))

@@ -18,7 +18,7 @@ from srt.model_executor.graphs.step_graphs import StepGraphs
 from srt.model_executor.loaded_model import LoadedModel, Progress, load_model
 from srt.model_executor.memory.device_state import DeviceState, init_memory_pool
 from srt.model_executor.model_runner import ModelRunner
-from srt.model_executor.stage_runner import build_stage_runner
+from srt.model_executor.stage_runner import new_runner
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
 from srt.model_executor.startup.start_drafter import (
@@ -84,13 +84,15 @@ def build_runner(
         state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))
     if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
         capture = GraphCapture(device)
-    if loaded.stage.num_stages > 1:
-        return build_stage_runner(loaded, state)
+    if loaded.stage.num_stages > 1 and device.type == "cpu" and capture is None:
+        # Stages on a CPU have no fixed buffers, which would save them nothing.
+        return new_runner(loaded, state, StepSampler(loaded, state), StepGraphs(loaded))
     if loaded.config.pooling is not None:
         return _build_pooling_runner(loaded, state, kernels, capture)
     with loaded.memory.region("buffers"):
         decodes = DecodeRunner.of(loaded, state, capture, compiled)
-        state.sampler.prepare(decodes.logits)
+        if loaded.stage.is_last:
+            state.sampler.prepare(decodes.logits)
         pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
     draws_by_row = device.type == "cuda" or capture is not None
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
@@ -100,7 +102,7 @@ def build_runner(
             with loaded.memory.region("buffers"):
                 return graph_speculating_runner(loaded, state, sampler, step_graphs, small, capture)
         return speculating_runner(loaded, state, sampler, step_graphs, small)
-    return ModelRunner(loaded, state, sampler, step_graphs)
+    return new_runner(loaded, state, sampler, step_graphs)
 
 
 def _build_pooling_runner(

@@ -9,17 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
 import torch
 
 from srt.kernels.cpu.row_operations import row_operations
 from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.protocol.messages import Int32Array
+from srt.utils.numbered_words import TAG_BITS, pairs_of, read_values, tag_of
 
 RING: Final = 8  # least number of stores whose ids are kept
 LOOKS: Final = 256  # polls without a result after which the device is asked for its state
-TAG_BITS: Final = 32
 
 Launch = Callable[..., bool]
 """A function with the arguments and the effect of `store_draws_reference`, in the order of launches. Returns False if the store does not
@@ -48,8 +47,7 @@ class DrawStore:
         self._words = words
         self._ring = len(words)  # number of stores whose ids are kept
         self._launch = launch
-        # [rows, 2] int32 each: the halves of the little-endian words, which are the id and the number's low half.
-        self._entries = list(words.numpy().view(np.int32).reshape(*words.shape, 2))
+        self._entries = list(pairs_of(words.numpy()))
         self._number = 0  # number of the last store that was launched
 
     @classmethod
@@ -83,7 +81,7 @@ class DrawStore:
 
     def has_run(self, number: int) -> bool:
         """Return whether the device has run this store, which must be among the last `ring` launched; True for numbers below 1."""
-        return number < 1 or self._entries[number % self._ring].item(1) == _tag(number)
+        return number < 1 or self._entries[number % self._ring].item(1) == tag_of(number)
 
     def latest(self, num_rows: int) -> StepIds:
         """Return the ids of the first rows of the last store that was launched; zeros if none ever was."""
@@ -91,31 +89,24 @@ class DrawStore:
 
     def read(self, number: int, num_rows: int) -> Int32Array | None:
         """Return the ids of this store's first rows, -1 where the value was not finite; None until all of them have arrived."""
-        pairs, tag = self._entries[number % self._ring], _tag(number)
-        if pairs.item(2 * num_rows - 1) != tag:  # most polls end here
+        ids = read_values(self._entries[number % self._ring], number, num_rows)
+        if ids is None:
             return None
-        # All numbers are read before the ids. A processor does not keep so many loads in flight, so no id is older than its number. Copying
-        # both at once would be wrong, because a copy may move parts of words. Bytes are compared because arrays are slow in cold caches.
-        if pairs[:num_rows, 1].tobytes() != tag.to_bytes(4, "little", signed=True) * num_rows:
-            return None
-        ids = np.frombuffer(pairs[:num_rows, 0].tobytes(), np.int32)
         ahead = self._number - number
         assert ahead < self._ring, (
             f"the ids of store {number} may be overwritten: {ahead} stores were launched after it"
         )
         return ids
 
+    def words_of(self, number: int) -> torch.Tensor:
+        """Return the words [max_rows] int64 of this store, for kernels that are launched behind it."""
+        return self._words[number % self._ring]
+
     def _check_count(self) -> None:
         """Assert that the device has not run a store that the host did not count: its ids would be taken for those of the next store."""
         number = self._number + 1
         tag = self._entries[number % self._ring].item(1)
-        assert tag != _tag(number), f"the device has run store {number}, but only {number - 1} were launched"
-
-
-def _tag(number: int) -> int:
-    """Return the low half of the number as an int32."""
-    low = number & 0xFFFFFFFF
-    return low - (low >> 31 << TAG_BITS)
+        assert tag != tag_of(number), f"the device has run store {number}, but only {number - 1} were launched"
 
 
 class StepIds:
@@ -127,6 +118,11 @@ class StepIds:
         self._num_rows = num_rows
         self._ids: Int32Array | None = None
         self._num_looks = 0
+
+    @property
+    def words(self) -> torch.Tensor:
+        """The words [rows] int64 of these ids in host memory, for kernels that are launched behind the store."""
+        return self._store.words_of(self._number)[: self._num_rows]
 
     def is_ready(self) -> bool:
         """Return whether `wait` would return at once. Cheap enough to be polled."""

@@ -22,10 +22,18 @@ class GraphInputBuffers:
     """
 
     def __init__(
-        self, tables: ReqToTokenPool, max_rows: int, device: torch.device, window: int, draw_store: DrawStore
+        self,
+        tables: ReqToTokenPool,
+        max_rows: int,
+        device: torch.device,
+        window: int,
+        draw_store: DrawStore,
+        pp_proxy_tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
+        """`pp_proxy_tensors` [max_rows, ...] are what the stage before sends; None if there is none."""
         assert tables.num_pages < 1 << PAGE_BITS, f"{tables.num_pages} pages do not fit in {PAGE_BITS} bits"
         self.max_rows = max_rows
+        self.pp_proxy_tensors = pp_proxy_tensors or {}
         self._tables = tables
         self._mailbox = PageMailbox(draw_store, max_rows, device)
         self._window_mailboxes = [PageMailbox(draw_store, max_rows, device) for _ in tables.windows]

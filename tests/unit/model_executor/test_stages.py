@@ -11,13 +11,17 @@ import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.pipeline import Arrival, Pipeline
+from srt.distributed.pipeline import Arrival, Ints, MessageLinks, Pipeline, StageIds
+from srt.distributed.stage_memory import LinkSizes
 from srt.model_executor.stage_runner import AwaitedIds
 from srt.protocol.messages import LogprobSpec, SamplingSpec
+from srt.utils.model_config import ModelConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.ranks import run_stages
+from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
+from tests.support.stage_device import HostMemory, open_links
 
 PAGE = 16
 SLOW_FAMILIES = ("llama", "gpt_oss", "deepseek_v3", "cohere2")
@@ -34,19 +38,32 @@ def new_jobs() -> list[Job]:
     return [*jobs, Job([*common, 7, 8], greedy(6), logprobs=LogprobSpec(output=True, prompt_start=0))]
 
 
-def outputs_of(folder: Path, tp: TensorParallel | None, pipeline: Pipeline | None, **options: Any) -> list[list[int]]:
+def outputs_of(
+    folder: Path, tp: TensorParallel | None, pipeline: Pipeline | None, has_graphs: bool = False, **options: Any
+) -> list[list[int]]:
     jobs = new_jobs()
+    if has_graphs:
+        options = {**options, "capture": Recorder(), "cuda_graph_bs": (2, 4, 8)}
     runner = make_runner(folder, PAGE, tp, pipeline=pipeline, max_running_requests=8, **options)
+    runner.graphs.capture_all()
     PlanDriver(runner, PAGE, chunk=24, share=True).run(jobs)
+    if has_graphs:
+        least = 20 + 3 * (len(runner.loaded.stage.layers) + 1)
+        assert options["capture"].num_replays >= least, "of decodes, and of pieces of prompts"
     if runner.loaded.stage.is_last:
         assert len(jobs[-1].output_logprobs) and len(jobs[-1].prompt_logprobs)
     return [job.outputs for job in jobs]
 
 
-def check_stages(folder: Path, tmp_path: Path, stages: int, tp_size: int = 1, **options: Any) -> None:
+def check_stages(
+    folder: Path, tmp_path: Path, stages: int, tp_size: int = 1, maps: LinkSizes | None = None, **options: Any
+) -> None:
+    """With `maps` the stages write each other's memory instead of sending messages."""
     expected = outputs_of(folder, None, None, **options)
 
     def work(tp: TensorParallel, pipeline: Pipeline) -> list[list[int]]:
+        if maps is not None:
+            pipeline.links = open_links(pipeline, maps, HostMemory(pipeline.stage))
         return outputs_of(folder, tp, pipeline, **options)
 
     for found in run_stages(stages, tp_size, tmp_path, work):
@@ -70,6 +87,20 @@ def test_stages_share_the_pages_of_windows(
 
 def test_stages_of_several_ranks_and_uneven_sizes(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
     check_stages(checkpoint("qwen3", tied=False, num_layers=4), tmp_path, 2, 2, pp_layer_partition=(1, 3))
+
+
+def test_stages_replay_graphs_of_decode_steps(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    check_stages(checkpoint("qwen3", num_layers=3), tmp_path, 3, has_graphs=True)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_stages_that_write_each_others_memory_draw_the_same(
+    has_graphs: bool, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    folder = checkpoint("qwen3", num_layers=3)
+    hidden = ModelConfig.from_folder(folder).hidden_size
+    sizes = LinkSizes(row_bytes=4 * hidden, most_rows=24 + 8, most_ids=8, most_in_flight=64)
+    check_stages(folder, tmp_path, 3, maps=sizes, has_graphs=has_graphs)
 
 
 def test_stages_of_one_layer_each_with_fp8_memory(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
@@ -112,9 +143,16 @@ def ints(*values: int) -> Any:
     return cast("Any", np.array(values, np.int64))
 
 
+def awaited_for(table: torch.Tensor) -> AwaitedIds:
+    def write(ids: StageIds, slots: Ints, positions: Ints) -> None:
+        MessageLinks.write_ids(ids, slots, positions, table)
+
+    return AwaitedIds(write)
+
+
 def test_ids_are_awaited_only_for_the_rows_that_decode() -> None:
     table = torch.zeros((4, 8), dtype=torch.int32)
-    awaited, works = AwaitedIds(table), [ToldWork() for _ in range(3)]
+    awaited, works = awaited_for(table), [ToldWork() for _ in range(3)]
     awaited.add(arrival([11, 12], works[0]), ints(0, 1), ints(3, 4))
     awaited.add(arrival([13], works[1]), ints(2), ints(5))
     awaited.add(arrival([14], works[2]), ints(3), ints(6))
@@ -129,7 +167,7 @@ def test_ids_are_awaited_only_for_the_rows_that_decode() -> None:
 
 def test_a_late_id_does_not_reach_the_next_request_of_its_slot() -> None:
     table = torch.zeros((2, 8), dtype=torch.int32)
-    awaited = AwaitedIds(table)
+    awaited = awaited_for(table)
     awaited.add(arrival([11, 12], ToldWork()), ints(0, 1), ints(3, 3))
     awaited.drop(ints(0))
     awaited.write_all()
@@ -138,7 +176,7 @@ def test_a_late_id_does_not_reach_the_next_request_of_its_slot() -> None:
 
 def test_a_row_without_finite_logits_leaves_a_token_that_can_be_embedded() -> None:
     table = torch.full((1, 8), 5, dtype=torch.int32)
-    awaited = AwaitedIds(table)
+    awaited = awaited_for(table)
     awaited.add(arrival([-1], ToldWork()), ints(0), ints(2))
     awaited.write_for(ints(0))
     assert table[0, 2] == 0
