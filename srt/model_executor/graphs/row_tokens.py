@@ -58,6 +58,9 @@ class RowTokens:
             input_ids=ids,
             positions=positions,
             out_cache_loc=self._tables.locations(slots, positions),
+            window_locations=tuple(
+                self._tables.locations(slots, positions, group) for group in range(1, 1 + len(self._tables.windows))
+            ),
             req_pool_indices=slots,
             seq_lens=seq_lens,
             req_pool_indices_cpu=slots_cpu,
