@@ -192,16 +192,29 @@ class WatchedDrafts:
     def __init__(self, runner: Any, reference: ReferenceHead) -> None:
         self._drafter, self._tables = runner._drafter, runner.state.req_to_token_pool
         self._reference = reference
-        self.num_compared = self.num_different = 0
+        self.num_compared = self.num_different = self.num_ahead = 0
         self._drafter.draft, self._draft = self._watch, self._drafter.draft
+        if hasattr(self._drafter, "draft_ahead"):
+            self._drafter.draft_ahead, self._draft_ahead = self._watch_ahead, self._drafter.draft_ahead
 
     def _watch(self, rows: DraftRows) -> Ints:
         counts: Ints = self._draft(rows)
-        for slot, length, count in zip(rows.slots.tolist(), rows.lengths.tolist(), counts.tolist(), strict=True):
+        self._compare(rows.slots, counts)
+        return counts
+
+    def _watch_ahead(self, rows: DraftRows) -> Ints:
+        counts: Ints = self._draft_ahead(rows)
+        self.num_ahead += 1
+        self._compare(rows.slots, counts)
+        return counts
+
+    def _compare(self, slots: Ints, counts: Ints) -> None:
+        for slot, length, count in zip(
+            slots.tolist(), self._tables.seq_lens[slots].tolist(), counts.tolist(), strict=True
+        ):
             kind = self._drafter._sampling.kind_of(torch.tensor([slot]).numpy())
             if not count or kind is not SamplingKind.PLAIN or self._tables.draws.temperatures[slot] > 0:
                 continue
             ids = self._tables.token_table[slot, : length + 1 + count].tolist()
             self.num_compared += 1
             self.num_different += self._reference.drafts(ids[: length + 1], count) != ids[length + 1 :]
-        return counts

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from srt.kernels.cpu import decode_step
+from srt.model_executor.step.step_output import VerifiedOnDevice
+from srt.protocol.messages import GenerateRequest, LogprobSpec, int32_array
+from srt.sampling.sampling_params import SamplingParams
 from srt.speculative.drafter import Ints
+from srt.utils.checkpoint import resolve_model_path
+from srt.utils.tokenizer import load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.drafted_engine import Answers, answers_of, check_equal, engine_of, requests_of
 from tests.support.eagle3_heads import ReferenceHead, WatchedDrafts, make_head
@@ -17,6 +23,8 @@ from tests.support.recorder import Recorder
 
 NUM_STEPS = 3
 TAPS = [1, 2, 3]
+PROMPT = "<|im_start|>user\nTell me a story about a blue owl.<|im_end|>\n<|im_start|>assistant\n"
+NONE = int32_array([0])
 
 
 @pytest.fixture(scope="module")
@@ -102,4 +110,36 @@ def test_a_cached_prefix_brings_its_entries(folder: Path, tmp_path: Path) -> Non
     engine.run([[*prompt[:60], 7, 8, 9]], 12)
     assert lengths[:2] == [79, 3]
     assert watched.num_compared > 0
+    assert watched.num_different == 0
+
+
+@pytest.mark.parametrize("way", ["compiled", "with PyTorch alone", "as on a GPU"])
+def test_the_shipped_head_draws_with_the_noise_of_the_request(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """At this temperature chance decides: drafts of the same noise are right in 22 % of the cases, of another one in 4 %."""
+    if way == "with PyTorch alone":
+        monkeypatch.setattr(decode_step, "load_library", lambda: None)
+    head, capture = resolve_model_path("tiny-eagle3"), Recorder() if way == "as on a GPU" else None
+    engine, runner = engine_of(resolve_model_path("tiny"), 16, dtype="float32", capture=capture, **eagle3(head))
+    rights: list[int] = []
+    runner._limits.note = lambda slots, num_drafts, num_right: rights.extend((num_right > 0).tolist())
+    sampling = SamplingParams.from_dict({"temperature": 2.5, "max_new_tokens": 60}).spec(60, ())
+    ids = load_tokenizer(resolve_model_path("tiny")).encode(PROMPT)
+    requests = [
+        GenerateRequest(rid, str(rid), int32_array(ids), NONE, [int32_array()], sampling, LogprobSpec(), 50 + rid)
+        for rid in range(4)
+    ]
+    answers_of(engine, requests)
+    assert len(rights) > 60
+    assert np.mean(rights) > 0.15, np.mean(rights)
+
+
+def test_drafts_ahead_of_results_rest_on_the_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host does not know yet how many drafts were right, the device computes the entries of just these."""
+    monkeypatch.setattr(VerifiedOnDevice, "is_ready", lambda output: False)
+    target, head = resolve_model_path("tiny"), resolve_model_path("tiny-eagle3")
+    engine, runner = engine_of(target, 16, hears_late=True, dtype="float32", capture=Recorder(), **eagle3(head))
+    watched = WatchedDrafts(runner, ReferenceHead(target, head, [2, 4, 7]))
+    engine.run([load_tokenizer(target).encode(PROMPT), list(range(40, 60))], 50)
+    assert watched.num_ahead > 5
+    assert watched.num_compared > 20
     assert watched.num_different == 0
