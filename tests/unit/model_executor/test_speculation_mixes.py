@@ -44,6 +44,18 @@ def small(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactor
     return noisy(checkpoint("qwen3"), tmp_path_factory.mktemp("small") / "noisy", NOISE)
 
 
+def vary_drafts(engine: WholeEngine, seed: int) -> None:
+    """Choose for each step anew whether its rows bring all drafts, half of them, or none."""
+    rng, step = random.Random(seed), engine.step
+
+    def stepped() -> None:
+        for band in engine.core.planner._draft_length._bands.values():
+            band.level, band.tried = rng.randrange(3), -1
+        step()
+
+    engine.step = stepped  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "graphs"),
@@ -75,8 +87,7 @@ def test_any_number_of_drafts_in_each_step_changes_no_answer(
     )
     if graphs is not None:
         runner.graphs.capture_all()
-    rng, length = random.Random(page_size + chunk), engine.core.planner._draft_length
-    length.choose = lambda num_rows: rng.choice((1, 1, 2, 3, 5))  # type: ignore[method-assign]
+    vary_drafts(engine, page_size + chunk)
     aborted = (2, 9)
     check_equal(answers_of(engine, requests_of(SEED, NUM_REQUESTS), aborted), expected, aborted)
     assert engine.core.counters.num_verified_rows > 10
@@ -103,8 +114,7 @@ def test_drafts_of_two_ranks_change_no_answer(
             **OPTIONS,
         )
         engine = WholeEngine(replace(runner.loaded.args, tp_size=1), runner)
-        rng = random.Random(5)
-        engine.core.planner._draft_length.choose = lambda num_rows: rng.choice((1, 2, 3, 5))  # type: ignore[method-assign]
+        vary_drafts(engine, 5)
         return answers_of(engine, requests_of(SEED, NUM_REQUESTS))
 
     for found in run_ranks(2, tmp_path, answers_of_rank):
