@@ -211,9 +211,9 @@ class ModelConfig:
 
     @property
     def fast_paths(self) -> set[FastPath]:
-        """The fast paths that can run all layers. Those that read plain matrices cannot run quantised weights."""
+        """The fast paths that can run all layers. PyTorch's compiler reads plain matrices, so it cannot run quantised weights."""
         paths = set.intersection(*(set(layer.fast_paths) for layer in self.layers)) if self.layers else set()
-        return paths if self.weight_formats.is_plain else paths - {"compiled", "resident"}
+        return paths if self.weight_formats.is_plain else paths - {"compiled"}
 
     def config_hash(self) -> str:
         """Return a hash of all fields above, which processes compare in the handshake to be sure that they run the same model."""

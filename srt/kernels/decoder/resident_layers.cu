@@ -10,6 +10,9 @@
 // that has all results of a product knows that all programs have read the words before it.
 //
 // Only as many loads are in flight as keep the memory busy (IN_FLIGHT), because words wait behind weights.
+//
+// Weights have bfloat16, or e4m3 or 4-bit numbers (BITS), which become bfloat16 in registers. Those have a scale for each output, or for each
+// SCALE_INPUTS inputs of an output, which sums are multiplied by.
 
 constexpr int WARPS = 15;  // warps that multiply and attend; one more loads. With more there would be too few registers
 constexpr int THREADS = 32 * WARPS;
@@ -18,7 +21,10 @@ constexpr int HEADS = QUERY_WIDTH / HEAD_DIM;
 constexpr int KV_HEADS = KV_WIDTH / HEAD_DIM;
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int PACKED_WIDTH = QUERY_WIDTH + 2 * KV_WIDTH;
-constexpr int STAGE_BYTES = UNIT * 2 * CHUNK;  // blocks of 64 columns, one after the other
+constexpr int LINE_COLUMNS = LINE * 8 / BITS;       // of a weight
+constexpr int LINES = CHUNK / LINE_COLUMNS;         // per row of a chunk
+constexpr int STAGE_BYTES = UNIT * LINE * LINES;    // blocks of a line of each row, one after the other
+constexpr bool IS_PACKED = BITS < 16;
 
 // The products of a layer: queries, keys and values; attention's output; gates and ups; down.
 enum { PACKED, OUTPUT, GATES, DOWN };
@@ -35,7 +41,7 @@ constexpr int ATTENDED = ROWS * QUERY_WIDTH / PROGRAMS;  // numbers of the heads
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WIDEST = larger(larger(HIDDEN, QUERY_WIDTH), INNER);
 constexpr int X_PITCH = CHUNK / 8 + 4;  // words: of one lane's pairs of columns, in all groups of 8 columns of a chunk
-constexpr int X_SLICE = 4 * X_PITCH;    // of a chunk's columns
+constexpr int X_SLICE = IS_PACKED ? CHUNK / 2 : 4 * X_PITCH;  // of a chunk's columns
 constexpr int X_ROW = WIDEST / CHUNK * X_SLICE;
 constexpr int MOST_CHUNKS = larger(larger(UNITS[PACKED] * SLICES[PACKED], UNITS[OUTPUT] * SLICES[OUTPUT]),
                                    larger(UNITS[GATES] * SLICES[GATES], UNITS[DOWN] * SLICES[DOWN]));
@@ -52,13 +58,47 @@ static_assert(PACKED_WIDTH % (UNIT * PROGRAMS) == 0 && HIDDEN % (UNIT * PROGRAMS
               ROWS * QUERY_WIDTH % (2 * PROGRAMS) == 0);
 static_assert(STAGES >= WARPS, "a warp that waits for a chunk must know that the one before the last in its place is done with");
 static_assert(0 < IN_FLIGHT && IN_FLIGHT <= STAGES);
-static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK == 0 && CHUNK % 64 == 0);
+static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK == 0 && CHUNK % LINE_COLUMNS == 0);
 static_assert(FINISHING * ROWS * HIDDEN_PAIRS <= THREADS && ROWS <= UNIT && GROUP + 2 <= WARPS && ROWS * KV_HEADS * SPLITS <= PROGRAMS);
 static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
 
-// Tensor maps of the weights: blocks of 64 columns, with all rows.
+// Scales and zero points of a program's outputs: for each product [groups, outputs], gates before ups.
+constexpr int SUMMED = 128;  // columns whose products are summed up before they are scaled, or a multiple of them
+#if BITS < 16
+constexpr int SCALE_ITEM = BITS == 8 ? 4 : 2;  // bytes: float, or bfloat16 beside 4-bit numbers
+__device__ constexpr int groups_of(int inputs) { return SCALE_INPUTS ? inputs / (SCALE_INPUTS ? SCALE_INPUTS : 1) : 1; }
+__device__ constexpr int GROUPS[PRODUCTS] = {groups_of(HIDDEN), groups_of(QUERY_WIDTH), groups_of(HIDDEN), groups_of(INNER)};
+__device__ constexpr int OUTPUTS[PRODUCTS] = {PACKED_WIDTH / PROGRAMS, HIDDEN / PROGRAMS, INNER / PROGRAMS, HIDDEN / PROGRAMS};
+__device__ constexpr int HALVES[PRODUCTS] = {1, 1, 2, 1};
+__device__ constexpr int box_of(int groups, int outputs, int item) { return (groups * outputs * item + 127) / 128 * 128; }
+__device__ constexpr int SCALE_BOX[PRODUCTS] = {
+    box_of(GROUPS[PACKED], OUTPUTS[PACKED], SCALE_ITEM), box_of(GROUPS[OUTPUT], OUTPUTS[OUTPUT], SCALE_ITEM),
+    box_of(GROUPS[GATES], OUTPUTS[GATES], SCALE_ITEM), box_of(GROUPS[DOWN], OUTPUTS[DOWN], SCALE_ITEM)};
+__device__ constexpr int ZERO_BOX[PRODUCTS] = {
+    HAS_ZEROS * box_of(GROUPS[PACKED], OUTPUTS[PACKED], 2), HAS_ZEROS * box_of(GROUPS[OUTPUT], OUTPUTS[OUTPUT], 2),
+    HAS_ZEROS * box_of(GROUPS[GATES], OUTPUTS[GATES], 2), HAS_ZEROS * box_of(GROUPS[DOWN], OUTPUTS[DOWN], 2)};
+__device__ constexpr int boxes_of(int product) { return HALVES[product] * (SCALE_BOX[product] + ZERO_BOX[product]); }
+__device__ constexpr int SCALES_AT[PRODUCTS] = {0, boxes_of(PACKED), boxes_of(PACKED) + boxes_of(OUTPUT),
+                                                boxes_of(PACKED) + boxes_of(OUTPUT) + boxes_of(GATES)};
+constexpr int SCALE_BYTES = SCALES_AT[DOWN] + boxes_of(DOWN);
+__device__ constexpr int loaded_scales(int product) {
+  return HALVES[product] * GROUPS[product] * OUTPUTS[product] * (SCALE_ITEM + 2 * HAS_ZEROS);
+}
+static_assert(SCALE_INPUTS % SUMMED == 0 && (BITS == 4 || !HAS_ZEROS) && ROWS == 1);
+static_assert(HIDDEN % groups_of(HIDDEN) == 0 && QUERY_WIDTH % groups_of(QUERY_WIDTH) == 0 && INNER % groups_of(INNER) == 0);
+#else
+__device__ constexpr int loaded_scales(int) { return 0; }
+#endif
+
+// Tensor maps of the weights: blocks of a line, with all rows. And of all groups' scales of a program's outputs.
 struct LayerMaps {
   TensorMap weights[PRODUCTS];
+#if BITS < 16
+  TensorMap scales[PRODUCTS];
+#endif
+#if HAS_ZEROS
+  TensorMap zeros[PRODUCTS];
+#endif
 };
 
 struct Layer {
@@ -184,6 +224,10 @@ struct Second {
 
 struct Memory {
   char stages[STAGES * STAGE_BYTES];
+#if BITS < 16
+  __align__(128) char scales[LAYERS_AHEAD][SCALE_BYTES];
+  uint4 nothing[8];  // zeros
+#endif
   First first[LAYERS_AHEAD];
   Second second[LAYERS_AHEAD];
   u64 full[STAGES], empty[STAGES];
@@ -193,6 +237,7 @@ struct Memory {
     struct {
       u32 x[ROWS * X_ROW];
       float parts[MOST_CHUNKS * ROWS * UNIT];  // [chunk, row, UNIT]
+      float x_sums[BITS == 4 ? WIDEST / SUMMED : 1];
     };
     Attention attention;
   };
@@ -203,6 +248,21 @@ __device__ __forceinline__ void load_bytes(const void* to, const void* from, u32
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+#if BITS < 16
+// Loads the scales and zero points of a product.
+__device__ __forceinline__ void load_scales(Memory& memory, const LayerMaps& maps, int product, int place, u32 barrier) {
+  const int halves = HALVES[product];
+  const u32 to = address_of(memory.scales[place] + SCALES_AT[product]);
+  for (int half = 0; half < halves; half++) {
+    const int output = half * INNER + blockIdx.x * OUTPUTS[product];
+    load_block(to + half * SCALE_BOX[product], &maps.scales[product], output, 0, barrier);
+#if HAS_ZEROS
+    load_block(to + halves * SCALE_BOX[product] + half * ZERO_BOX[product], &maps.zeros[product], output, 0, barrier);
+#endif
+  }
+}
+#endif
 
 // Loads everything that the other warps need, in their order. Run by one thread.
 __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
@@ -219,17 +279,25 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
         First& to = memory.first[place];
         const u32 barrier = address_of(memory.first_full + place);
         if (turn > 0) wait_for(address_of(memory.first_empty + place), (turn - 1) & 1);
-        expect_bytes(barrier, 2 * HIDDEN + (HEAD_NORM ? 4 * HEAD_DIM : 0) + 16);
+        expect_bytes(barrier, 2 * HIDDEN + (HEAD_NORM ? 4 * HEAD_DIM : 0) + 16 + loaded_scales(PACKED) + loaded_scales(OUTPUT));
         load_bytes(to.norm, layer.norm, 2 * HIDDEN, barrier);
         if (HEAD_NORM) load_bytes(to.q_norm, layer.q_norm, 2 * HEAD_DIM, barrier);
         if (HEAD_NORM) load_bytes(to.k_norm, layer.k_norm, 2 * HEAD_DIM, barrier);
         load_bytes(&to.k_buffer, &layer.k_buffer, 16, barrier);
+#if BITS < 16
+        load_scales(memory, step.maps[i], PACKED, place, barrier);
+        load_scales(memory, step.maps[i], OUTPUT, place, barrier);
+#endif
       }
       if (product == OUTPUT) {
         const u32 barrier = address_of(memory.second_full + place);
         if (turn > 0) wait_for(address_of(memory.second_empty + place), (turn - 1) & 1);
-        expect_bytes(barrier, 2 * HIDDEN);
+        expect_bytes(barrier, 2 * HIDDEN + loaded_scales(GATES) + loaded_scales(DOWN));
         load_bytes(memory.second[place].norm, layer.mlp_norm, 2 * HIDDEN, barrier);
+#if BITS < 16
+        load_scales(memory, step.maps[i], GATES, place, barrier);
+        load_scales(memory, step.maps[i], DOWN, place, barrier);
+#endif
       }
       const int units = UNITS[product], slices = SLICES[product];
       for (int unit = 0; unit < units; unit++) {
@@ -242,7 +310,7 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
           asm volatile(
               "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
               "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stages + stage * STAGE_BYTES),
-              "l"(map), "r"(0), "r"(row), "r"(slice * (CHUNK / 64)), "r"(full + 8 * stage), "l"(policy)
+              "l"(map), "r"(0), "r"(row), "r"(slice * LINES), "r"(full + 8 * stage), "l"(policy)
               : "memory");
           if (++stage == STAGES) stage = 0, round++;
         }
@@ -250,6 +318,57 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
     }
   }
 }
+
+#if BITS < 16
+__device__ __forceinline__ u32 permuted(u32 low, u32 high, u32 selector) {
+  u32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
+
+__device__ __forceinline__ u32 product_of_pairs(u32 a, u32 b) {
+  u32 result;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// Two e4m3 numbers as bfloat16, divided by 2 ** 120: their bits are moved to the same places. x is multiplied by X_FACTOR in turn, so that
+// no product becomes too small.
+__device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 selector) {
+  return permuted(bytes, 0, selector) << 4 & 0x87F087F0;  // each number behind a byte of its sign
+}
+constexpr u32 FIRST_TWO = 0x9180, LAST_TWO = 0xB3A2;
+constexpr float X_FACTOR = BITS == 8 ? 0x1p64f : 1.0f;
+constexpr float PRODUCT_FACTOR = BITS == 8 ? 0x1p56f : 1.0f;
+
+// Two 4-bit numbers, each in the last bits of 128.
+__device__ __forceinline__ u32 from_halves(u32 spread) { return (spread & 0x000F000F) | 0x43004300; }
+
+// Stores 4 columns of x, from column 4 * i on, where the lanes read them that multiply them: see `multiply`. Sums up x beside 4-bit numbers.
+__device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u32 high) {
+  const int line = i / (LINE_COLUMNS / 4), chunk = i % (LINE_COLUMNS / 4) / (LINE_COLUMNS / 32);
+  u32* to = memory.x + line * (LINE_COLUMNS / 2) + chunk % 2 * (LINE_COLUMNS / 4) + chunk / 2 * 8;
+  if (BITS == 8) {
+    const int word = i % 4;
+    *(uint2*)(to + word % 2 * 4 + word / 2 * 2) = make_uint2(low, high);
+  } else {
+    const int word = i % 4, is_second = i / 4 % 2;
+    to += word / 2 * 32 + word % 2 * 2 + is_second;
+    to[0] = permuted(low, high, 0x5410), to[4] = permuted(low, high, 0x7632);
+    const float sum = sum_over(low_of(low) + high_of(low) + low_of(high) + high_of(high), 32);
+    if (threadIdx.x % 32 == 0) memory.x_sums[i / 32] = sum;
+  }
+}
+#else
+constexpr float X_FACTOR = 1;
+
+// Stores 4 columns of x, from column 4 * i on, where lanes read them.
+__device__ __forceinline__ void place_columns(u32* row, int i, u32 low, u32 high) {
+  const int inside = i % (CHUNK / 4);
+  u32* to = row + i / (CHUNK / 4) * X_SLICE + inside % 2 * 2 * X_PITCH + inside / 2;
+  to[0] = low, to[X_PITCH] = high;
+}
+#endif
 
 // Copies x of a product, computed by other programs, to where lanes read it. With `norm`, x is multiplied by these weights, and each warp
 // stores its sum of squares; the norm's factor is applied to the product.
@@ -271,12 +390,15 @@ __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, 
           const uint2 weights = *(const uint2*)(norm + 4 * i);
           const float a = low_of(low), b = high_of(low), c = low_of(high), d = high_of(high);
           total += a * a + b * b + c * c + d * d;
-          low = pair_of(a * low_of(weights.x), b * high_of(weights.x));
-          high = pair_of(c * low_of(weights.y), d * high_of(weights.y));
+          low = pair_of(a * low_of(weights.x) * X_FACTOR, b * high_of(weights.x) * X_FACTOR);
+          high = pair_of(c * low_of(weights.y) * X_FACTOR, d * high_of(weights.y) * X_FACTOR);
         }
-        const int inside = i % (CHUNK / 4);
-        u32* to = memory.x + row * X_ROW + i / (CHUNK / 4) * X_SLICE + inside % 2 * 2 * X_PITCH + inside / 2;
-        to[0] = low, to[X_PITCH] = high;
+#if BITS == 16
+        place_columns(memory.x + row * X_ROW, i, low, high);
+#else
+        if (BITS == 8 && !norm) low = product_of_pairs(low, 0x5F805F80), high = product_of_pairs(high, 0x5F805F80);
+        place_columns(memory, i, low, high);
+#endif
       }
     }
     if (norm) {
@@ -286,6 +408,7 @@ __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, 
   }
 }
 
+#if BITS == 16
 // The operands of lanes for 64 columns: of a unit, and of x.
 //
 // An instruction multiplies 16 rows of 16 columns, with 8 rows in a register. Here its rows from the 8th on hold other columns of x. So with
@@ -321,7 +444,7 @@ struct Operands {
 };
 
 // Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
-__device__ __forceinline__ void multiply(Memory& memory, int product, int begin) {
+__device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int) {
   constexpr int BLOCKS = CHUNK / 64;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4, chunks = UNITS[product] * SLICES[product];
   const int eighth = lane / 16 + lane / 8 % 2 * 2;  // of 64 columns, or the fourth after it; its place depends on the row
@@ -353,6 +476,87 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin)
     }
   }
 }
+
+#else
+__device__ __forceinline__ void multiply_pairs(float (&sums)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
+}
+
+// Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
+//
+// Lane (row, t) reads 16 bytes of row `row` of a unit at a time: of a line's eight, those numbered 2 t, then 2 t + 1. They are the operand
+// of two instructions, or of four if they are 4-bit numbers. An instruction multiplies 16 rows; here the first 8 have some of the unit's
+// columns and the other 8 have others. x, as columns of the other operand, is there twice: column 0 has what belongs to the first 8 rows, and
+// column 1 what belongs to the others. A line of 4-bit numbers has twice SUMMED columns, so x is there four times: columns 0 and 1 are zero
+// where t is 2 or 3, and columns 2 and 3 where t is 0 or 1. So lanes with t = 0 get the sum of the line's first half, and lanes with t = 1 that
+// of the second. Other sums have no meaning.
+__device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int place) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+  const int slices = SLICES[product], chunks = UNITS[product] * slices, outputs = OUTPUTS[product];
+  const bool has_x = BITS == 8 || row / 2 % 2 == t / 2;
+  const int operand = t * 2 + row % 2, pitch = has_x ? 8 : 0;  // in 16 bytes
+#pragma unroll 1
+  for (int i = (warp + WARPS - begin % WARPS) % WARPS; i < chunks; i += WARPS) {
+    const int stage = (begin + i) % STAGES, round = (begin + i) / STAGES;
+    const int unit = i / slices, slice = i - unit * slices, half = product == GATES ? unit % 2 : 0;
+    const char* scales = memory.scales[place] + SCALES_AT[product] + half * SCALE_BOX[product];
+#if HAS_ZEROS
+    const char* zeros = memory.scales[place] + SCALES_AT[product] + HALVES[product] * SCALE_BOX[product] + half * ZERO_BOX[product];
+#endif
+    const int output = (product == GATES ? unit / 2 : unit) * UNIT + row;
+    const u32 full = address_of(memory.full + stage), empty = address_of(memory.empty + stage);
+    const char* w = memory.stages + stage * STAGE_BYTES + row * LINE;
+    const uint4* x = (has_x ? (const uint4*)(memory.x + slice * X_SLICE) : memory.nothing) + operand;
+    float sums[2][4] = {}, total = 0;
+    if (round > 0) wait_for(empty, (round - 1) & 1);  // another warp may still read the previous chunk in this place
+    wait_for(full, round & 1);
+#pragma unroll
+    for (int line = 0; line < LINES; line++) {
+#pragma unroll
+      for (int turn = 0; turn < 2; turn++) {
+        const uint4 words = *(const uint4*)(w + line * UNIT * LINE + ((2 * t + turn) ^ row) * 16);
+        if (BITS == 8) {
+          const uint4 columns = x[(2 * line + turn) * 8];
+          multiply_pairs(sums[0], from_e4m3(words.x, FIRST_TWO), from_e4m3(words.y, FIRST_TWO), from_e4m3(words.x, LAST_TWO),
+                         from_e4m3(words.y, LAST_TWO), columns.x, columns.y);
+          multiply_pairs(sums[1], from_e4m3(words.z, FIRST_TWO), from_e4m3(words.w, FIRST_TWO), from_e4m3(words.z, LAST_TWO),
+                         from_e4m3(words.w, LAST_TWO), columns.z, columns.w);
+        } else {
+          const uint4 first = x[(4 * line + 2 * turn) * pitch], second = x[(4 * line + 2 * turn + 1) * pitch];
+          const u32 four[4] = {words.x, words.y, words.z, words.w};
+          const u32 pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            multiply_pairs(sums[j % 2], from_halves(four[j]), from_halves(four[j] >> 8), from_halves(four[j] >> 4),
+                           from_halves(four[j] >> 12), pairs[j][0], pairs[j][1]);
+          }
+        }
+      }
+      if (BITS == 8 && !SCALE_INPUTS && line + 1 < LINES) continue;
+      const float sum = (sums[0][0] + sums[1][0]) + (sums[0][3] + sums[1][3]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) sums[0][j] = sums[1][j] = 0;
+      const int summed = (slice * LINES + line) * (LINE_COLUMNS / SUMMED) + (BITS == 4 ? t % 2 : 0);
+      const int at = (SCALE_INPUTS ? summed / (SCALE_INPUTS ? SCALE_INPUTS / SUMMED : 1) : 0) * outputs + output;
+      if (BITS == 8) {
+        total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
+      } else {
+        float zero = 128 + 8;
+#if HAS_ZEROS
+        zero = 128 + ((const short*)zeros)[at];
+#endif
+        total += float_of(((const u16*)scales)[at]) * (sum - zero * memory.x_sums[summed]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(empty);
+    if (BITS == 4) total += __shfl_xor_sync(~0u, total, 1);
+    if (t == 0) memory.parts[i * UNIT + row] = total;
+  }
+}
+#endif
 
 // Two neighbouring numbers of a row of a product, summed up by FINISHING lanes.
 __device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int slices, int row, int column) {
@@ -670,6 +874,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   extern __shared__ char bytes[];
   Memory& memory = *(Memory*)(bytes + (-address_of(bytes) & 1023));
   const int thread = threadIdx.x;
+#if BITS < 16
+  if (thread < 8) memory.nothing[thread] = make_uint4(0, 0, 0, 0);
+#endif
   if (thread == 0) {
     // One arrival each: of the loading thread, or of one thread for all readers.
     for (u64* barrier = memory.full; barrier < memory.second_empty + LAYERS_AHEAD; barrier++) init_barrier(address_of(barrier), 1);
@@ -708,12 +915,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
       if (product == GATES) wait_for(address_of(memory.second_full + place), turn & 1), norm = memory.second[place].norm;
       take(memory, from, product == PACKED ? tag - 1 : tag, SLICES[product] * CHUNK, norm);
       wait_for_all();
-      if (product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));
-      if (product == GATES && thread == 0) arrive(address_of(memory.second_empty + place));
+      if (!IS_PACKED && product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));
+      if (!IS_PACKED && product == GATES && thread == 0) arrive(address_of(memory.second_empty + place));
       if (product == PACKED && share.has_work()) share.bring(step, first);
-      multiply(memory, product, begin);
+      multiply(memory, product, begin, place);
       begin += UNITS[product] * SLICES[product];
       wait_for_all();
+      // Scales of two products come with each of these loads.
+      if (IS_PACKED && product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));
+      if (IS_PACKED && product == DOWN && thread == 0) arrive(address_of(memory.second_empty + place));
       finish(memory, product, mine, to, tag, step.eps);
       if (product == PACKED) {
         if (share.has_work()) share.attend(memory.attention, step, exchange, first, tag);

@@ -1,5 +1,7 @@
 """Run all layers of a decode step of one or two rows in one kernel: for Hopper, bfloat16, and the decoders of Qwen3 and Llama.
 
+Weights have bfloat16, or e4m3 or 4-bit numbers.
+
 Such a step has little to compute. Separate kernels take 4 to 5 µs each, mostly to start, to wait for each other and to load the previous
 result. Here programs stay on their multiprocessors: weights stream through their shared memory while they exchange results, six times
 per layer.
@@ -13,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from srt.kernels.build.hopper import (
     ARCHITECTURE,
     BLOCK_K,
     CAPABILITY,
+    WIDEST_LOAD,
+    box_map,
     launch,
     most_clusters,
     pointer,
@@ -33,6 +37,7 @@ from srt.kernels.build.hopper import (
 )
 from srt.kernels.build.precompile import is_precompiled
 from srt.kernels.build.shared_memory import SHARED_BYTES
+from srt.kernels.gemm.packed_matrix import BF16, Numbers, PackedMatrix
 
 if TYPE_CHECKING:
     from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -48,15 +53,15 @@ ROWS: Final = (1, 2)
 kernels; so models with more than _SHORT columns use it for one row only."""
 _UNIT: Final = 8  # rows of a weight that are loaded together
 _WARPS: Final = 15
-_CHUNK: Final = 512  # columns of a weight per load
+_CHUNKS: Final = {16: 512, 8: 512, 4: 1024}  # columns of a weight per load, by the bits of its numbers
+_SUMMED: Final = 128  # columns of a weight of 8 or 4 bits that must have the same scale
 _MOST_SPLITS: Final = 16
 _HEAD_DIM: Final = 128
 _FEWEST_STAGES: Final = 16
-_STAGE_BYTES: Final = _UNIT * 2 * _CHUNK
 _MAP_BYTES: Final = 128
 _SHORT: Final = 2048  # up to this many columns of the residual stream, the ring holds most of a layer's weights
-_IN_FLIGHT: Final = 2, 6
-"""Chunks that a program has in flight, for streams up to _SHORT and longer ones. With more, other programs' words are delayed too."""
+_BYTES_IN_FLIGHT: Final = 16_384, 49_152
+"""Weights that a program has in flight, for streams up to _SHORT and longer ones. With more, other programs' words are delayed too."""
 _GROUPS: Final = (2, 4, 5)
 """Supported numbers of query heads per KV head, as tested on a GPU. With more than 5 the registers do not suffice."""
 _MOST_POSITIONS: Final = 12_288, 2560
@@ -79,29 +84,66 @@ class ResidentVariant:
     page_size: int
     programs: int
     stages: int
+    form: Numbers = BF16
 
     @classmethod
     def of(
-        cls, rows: int, widths: tuple[int, int, int, int], has_head_norm: bool, page_size: int, num_processors: int
+        cls,
+        rows: int,
+        widths: tuple[int, int, int, int],
+        has_head_norm: bool,
+        page_size: int,
+        num_processors: int,
+        form: Numbers = BF16,
     ) -> ResidentVariant | None:
         """Return the variant for these `widths` of stream, queries, keys and the MLP's inner dimension; None if there is none."""
         hidden, query_width, kv_width, inner = widths
         units = math.gcd(hidden, query_width + 2 * kv_width, inner) // _UNIT
         programs = next((n for n in range(num_processors, 0, -1) if units and units % n == 0), 0)
-        has_chunks = hidden % _CHUNK == query_width % _CHUNK == inner % _CHUNK == 0
+        chunk = _CHUNKS[form.bits]
+        has_chunks = hidden % chunk == query_width % chunk == inner % chunk == 0
         if programs < _FULL_SHARE * num_processors or not has_chunks or (rows > 1 and hidden > _SHORT):
             return None
         if rows * kv_width // _HEAD_DIM > programs or query_width not in [group * kv_width for group in _GROUPS]:
             return None
         if query_width * rows % (2 * programs):
             return None
-        variant = cls(rows, hidden, query_width, kv_width, inner, has_head_norm, page_size, programs, 1)
-        stages = (SHARED_BYTES[90] - variant.shared_bytes) // (_STAGE_BYTES + 16) + 1
+        if form.bits < 16 and (rows > 1 or not _has_scales(form, widths)):
+            return None
+        variant = cls(rows, hidden, query_width, kv_width, inner, has_head_norm, page_size, programs, 1, form)
+        stages = (SHARED_BYTES[90] - variant.shared_bytes) // (variant._stage_bytes + 16) + 1
         return replace(variant, stages=stages) if stages >= _FEWEST_STAGES else None
 
     @property
     def group(self) -> int:
         return self.query_width // self.kv_width
+
+    @property
+    def chunk(self) -> int:
+        """Number of columns of a weight per load."""
+        return _CHUNKS[self.form.bits]
+
+    @property
+    def _stage_bytes(self) -> int:
+        return _UNIT * self.chunk * self.form.bits // 8
+
+    @property
+    def scale_boxes(self) -> tuple[tuple[int, int], ...]:
+        """Numbers of groups and outputs of a program whose scales are loaded together, for each product of a layer."""
+        inputs = self.hidden, self.query_width, self.hidden, self.inner
+        outputs = self.query_width + 2 * self.kv_width, self.hidden, self.inner, self.hidden
+        group = self.form.group
+        return tuple((k // group if group else 1, n // self.programs) for k, n in zip(inputs, outputs, strict=True))
+
+    @property
+    def _scale_bytes(self) -> int:
+        """Shared memory for a layer's scales and zero points."""
+        if self.form.bits == 16:
+            return 0
+        items = (4 if self.form.bits == 8 else 2, *([2] if self.form.has_zeros else []))
+        boxes = [-(-groups * outputs * item // 128) * 128 for groups, outputs in self.scale_boxes for item in items]
+        gates = len(items) * 2
+        return sum(boxes) + sum(boxes[gates : gates + len(items)])
 
     @property
     def splits(self) -> int:
@@ -143,16 +185,19 @@ class ResidentVariant:
     def shared_bytes(self) -> int:
         """Shared memory: the ring and its barriers, sums of squares, then either x and parts of products, or attention's data."""
         widest = max(self.hidden, self.query_width, self.inner)
-        x = 4 * self.rows * widest // _CHUNK * 4 * (_CHUNK // 8 + 4)
+        is_packed = self.form.bits < 16
+        x = 2 * widest if is_packed else 4 * self.rows * widest // self.chunk * 4 * (self.chunk // 8 + 4)
         of_hidden, of_inner = self.hidden // _UNIT // self.programs, self.inner // _UNIT // self.programs
         packed = (self.query_width + 2 * self.kv_width) // _UNIT // self.programs
         columns = packed * self.hidden, of_hidden * self.query_width, 2 * of_inner * self.hidden, of_hidden * self.inner
-        parts = 4 * max(columns) // _CHUNK * self.rows * _UNIT
+        parts = 4 * max(columns) // self.chunk * self.rows * _UNIT
+        parts += 4 * (widest // _SUMMED if self.form.bits == 4 else 1)
         attending = _WARPS if self.group <= 2 else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
         norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
-        others = norms + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # 64: for alignment
-        return with_alignment(self.stages * (_STAGE_BYTES + 16) + others)
+        scales = self._layers_ahead * self._scale_bytes + (256 if is_packed else 0)  # with zeros, and for alignment
+        others = norms + scales + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # 64: for alignment
+        return with_alignment(self.stages * (self._stage_bytes + 16) + others)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -167,11 +212,23 @@ class ResidentVariant:
             "PAGE_SIZE": self.page_size,
             "PROGRAMS": self.programs,
             "SPLITS": self.splits,
-            "CHUNK": _CHUNK,
+            "CHUNK": self.chunk,
             "STAGES": self.stages,
             "LAYERS_AHEAD": self._layers_ahead,
-            "IN_FLIGHT": _IN_FLIGHT[not self.is_short],
+            "IN_FLIGHT": _BYTES_IN_FLIGHT[not self.is_short] // self._stage_bytes,
+            "BITS": self.form.bits,
+            "SCALE_INPUTS": self.form.group,
+            "HAS_ZEROS": int(self.form.has_zeros),
         }
+
+
+def _has_scales(form: Numbers, widths: tuple[int, int, int, int]) -> bool:
+    """Return whether groups of inputs are such that sums of _SUMMED products have one scale, and a program's fit in one load."""
+    hidden, query_width, _, inner = widths
+    if not form.group:
+        return True
+    is_even = all(width % form.group == 0 for width in (hidden, query_width, inner))
+    return form.group % _SUMMED == 0 and is_even and max(hidden, query_width, inner) // form.group <= WIDEST_LOAD
 
 
 class Layer(ctypes.Structure):
@@ -218,7 +275,7 @@ class ResidentLayers:
         self._norm_eps = first.input_layernorm.norm.eps
         self._head_eps = first.self_attn.head_norms[0].eps if first.self_attn.head_norms else 0.0
         self._scale_log2 = first.self_attn.attn.scale * math.log2(math.e)
-        maps = [_map_of(matrix) for layer in layers for matrix in _matrices_of(layer) if matrix is not None]
+        maps = [one for layer in layers for one in _maps_of(layer, variant)]
         self._maps = _on_device(b"".join(maps), device)
         self._strides = tuple(buffer.stride(0) for buffer in kv_pool.get_kv(0))
         tables = [
@@ -320,10 +377,11 @@ def _variant_of(
         return None
     first = layers[0].self_attn
     tensors = [tensor for layer in layers for tensor in _tensors_of(layer, kv_pool).values()]
-    matrices = [matrix for layer in layers for matrix in _matrices_of(layer)]
-    if any(matrix is None for matrix in matrices):
+    if any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors):
         return None
-    if any(tensor is not None and tensor.dtype is not torch.bfloat16 for tensor in tensors + matrices):
+    forms = {_form_of(matrix) for layer in layers for matrix in _matrices_of(layer)}
+    form = forms.pop()
+    if form is None or forms:
         return None
     if first.attn.head_dim != _HEAD_DIM:
         return None
@@ -334,21 +392,44 @@ def _variant_of(
         layers[0].gated_mlp.down_proj.weight.shape[1],
     )
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors)
+    return ResidentVariant.of(rows, widths, first.head_norms is not None, page_size, num_processors, form)
 
 
-def _matrices_of(layer: DecoderLayer) -> list[Tensor | None]:
-    """Return the weights of the linear layers in the order in which the kernel expects them; None for those that are no plain matrix."""
+def _matrices_of(layer: DecoderLayer) -> list[Tensor | PackedMatrix | None]:
+    """Return the weights of the linear layers in the order in which the kernel expects them; None for those that it cannot read."""
     attention, mlp = layer.self_attn, layer.gated_mlp
-    return [linear.weight.matrix for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
+    weights = [linear.weight for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
+    return [weight.packed_matrix if weight.matrix is None else weight.matrix for weight in weights]
 
 
-def _map_of(weight: Tensor) -> bytes:
+def _form_of(matrix: Tensor | PackedMatrix | None) -> Numbers | None:
+    """Return how the kernel reads the weight; None if it cannot."""
+    if isinstance(matrix, PackedMatrix):
+        return Numbers(matrix.form.bits, matrix.group if len(matrix.scales) > 1 else 0, matrix.form.has_zeros)
+    return BF16 if matrix is not None and matrix.dtype is torch.bfloat16 else None
+
+
+def _maps_of(layer: DecoderLayer, variant: ResidentVariant) -> list[bytes]:
+    """Return the tensor maps of a layer's weights, then of their scales and of their zero points, if they have any."""
+    weights, scales, zeros = [], [], []
+    for matrix, (groups, outputs) in zip(_matrices_of(layer), variant.scale_boxes, strict=True):
+        assert matrix is not None
+        if not isinstance(matrix, PackedMatrix):
+            weights.append(_map_of(matrix, variant))
+            continue
+        weights.append(_map_of(matrix.numbers.view(torch.bfloat16), variant))
+        scales.append(box_map(matrix.scales, groups, outputs))
+        if matrix.zeros is not None:
+            zeros.append(box_map(matrix.zeros, groups, outputs))
+    return [ctypes.string_at(int(one.getPtr()), _MAP_BYTES) for one in weights + scales + zeros]
+
+
+def _map_of(weight: Tensor, variant: ResidentVariant) -> Any:
     """Return the tensor map for loads of a chunk of a unit's rows, as consecutive blocks."""
     rows, columns = weight.shape
-    shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, _CHUNK // BLOCK_K)
-    made = tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)
-    return ctypes.string_at(int(made.getPtr()), _MAP_BYTES)
+    lines = variant.chunk * variant.form.bits // 16 // BLOCK_K
+    shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, lines)
+    return tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)
 
 
 def _on_device(data: bytes, device: torch.device) -> Tensor:

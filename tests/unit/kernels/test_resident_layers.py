@@ -20,6 +20,7 @@ from srt.kernels.build.hopper import ARCHITECTURE
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.decoder import resident_layers
 from srt.kernels.decoder.resident_layers import Exchange, Layer, ResidentLayers, ResidentVariant, Step, _runs_at_once
+from srt.kernels.gemm.packed_matrix import BF16, E4M3, Numbers
 from srt.models.decoder import DecoderLayer
 from tests.support.runners import make_runner
 
@@ -36,10 +37,20 @@ SHAPES: list[Widths] = [
 ]
 
 
+FORMS = [E4M3, Numbers(8, 128), Numbers(4, 128), Numbers(4, 128, has_zeros=True), Numbers(4)]
+
+
 def variant_of(
-    widths: Widths, rows: int = 1, has_head_norm: bool = True, page_size: int = 16
+    widths: Widths, rows: int = 1, has_head_norm: bool = True, page_size: int = 16, form: Numbers = BF16
 ) -> ResidentVariant | None:
-    return ResidentVariant.of(rows, widths, has_head_norm, page_size, num_processors=132)
+    return ResidentVariant.of(rows, widths, has_head_norm, page_size, num_processors=132, form=form)
+
+
+def assert_compiles(variant: ResidentVariant) -> None:
+    # As large as the kernel says itself that its memory is, wherever that begins.
+    check = f'\nstatic_assert(sizeof(Memory) + 1008 <= {variant.shared_bytes}, "it needs more");'
+    assert machine_code(variant.source + check, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    assert variant.shared_bytes <= SHARED_BYTES[90] < replace(variant, stages=variant.stages + 1).shared_bytes
 
 
 @pytest.mark.parametrize("widths", SHAPES, ids=str)
@@ -52,10 +63,26 @@ def test_every_variant_compiles_for_hopper_and_finds_room(
     if variant is None:
         assert rows > 1 and widths[0] > 2048, widths
         return
-    # As large as the kernel says itself that its memory is, wherever that begins.
-    check = f'\nstatic_assert(sizeof(Memory) + 1008 <= {variant.shared_bytes}, "it needs more");'
-    assert machine_code(variant.source + check, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
-    assert variant.shared_bytes <= SHARED_BYTES[90] < replace(variant, stages=variant.stages + 1).shared_bytes
+    assert_compiles(variant)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("widths", [SMALL, (5120, 5120, 1024, 17408)], ids=str)
+def test_every_form_of_weights_compiles_and_finds_room(
+    widths: Widths, form: Numbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
+    variant = variant_of(widths, form=form)
+    assert variant is not None
+    assert_compiles(variant)
+
+
+def test_forms_whose_sums_would_have_several_scales_are_left_to_others() -> None:
+    assert variant_of(SMALL, form=Numbers(4, 64)) is None
+    assert variant_of(SMALL, form=Numbers(4, 32, has_zeros=True)) is None
+    assert variant_of(SMALL, form=Numbers(8, 2048)) is None, "a group of 2048 does not divide 1024 inputs"
+    assert variant_of(SMALL, rows=2, form=E4M3) is None
+    assert variant_of((1536, 2048, 1024, 3072), form=Numbers(4, 128)) is None, "no whole chunks"
 
 
 def test_a_ring_shorter_than_its_warps_is_not_compiled() -> None:

@@ -247,7 +247,7 @@ def test_a_layer_has_the_format_of_its_group_unless_it_is_ignored(tmp_path: Path
         for form in [config.weight_formats.format_of(f"model.layers.{name}")]
     }
     assert bits == {"0.mlp.up_proj": None, "1.mlp.up_proj": 4, "1.mlp.down_proj": None, "2.mlp.down_proj": 8}
-    assert config.fast_paths == {"fused"}, "the others read plain matrices"
+    assert config.fast_paths == {"fused", "resident"}, "compiled code reads plain matrices"
 
 
 def test_the_option_must_name_what_the_checkpoint_is(tmp_path: Path) -> None:
