@@ -3,7 +3,7 @@
 //
 // A program computes WIDTH columns of the result, or gates and ups for as many, over a part of the inner dimension. One thread of its
 // last warpgroup loads blocks of STAGE_K columns of both operands into a ring of STAGES; each other warpgroup multiplies 64 rows of W with all
-// of x, or all 64 rows of x with SHARE rows of W. The programs of a tile form a cluster and add up their sums by reading each other's
+// of x, or all 64 rows of x with SHARE rows of W. TEAMS of WARPGROUPS warpgroups take turns with the blocks. The programs of a tile form a cluster and add up their sums by reading each other's
 // shared memory.
 
 constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;  // gates, then ups
@@ -19,12 +19,13 @@ constexpr int SCALE_BOX = (GROUPS * WIDTH * SCALE_ITEM + 127) / 128 * 128;
 constexpr int ZERO_BOX = HAS_ZEROS ? (GROUPS * WIDTH * 2 + 127) / 128 * 128 : 0;
 constexpr int LOADED_BYTES = W_BYTES + X_BYTES + HALVES * GROUPS * WIDTH * (SCALE_ITEM + (HAS_ZEROS ? 2 : 0));
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES + (HALVES * (SCALE_BOX + ZERO_BOX) + 1023) / 1024 * 1024;
-constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
+constexpr int MULTIPLYING = 128 * WARPGROUPS * TEAMS;  // threads
 constexpr int SCALING = 96;                    // threads of the last warpgroup, except those of the loading warp
 constexpr bool X_FIRST = SHARE > 0;            // x provides the instruction's rows, W its columns
 constexpr int COLUMNS = X_FIRST ? SHARE : ROWS;
 // Pitch of the sums in shared memory, chosen so that neighbours are in different banks. Sums of rows after W_ROWS are garbage and unused.
 constexpr int PITCH = X_FIRST ? W_ROWS + (W_ROWS % 16 ? 0 : 8) : 64 * WARPGROUPS + 4;
+constexpr int SUMS_BYTES = 4 * ROWS * PITCH;   // of a team
 constexpr int QUADS = WIDTH / 4;               // per row of the result; a thread computes one at a time, always of the same columns
 constexpr int ROWS_AT_ONCE = MULTIPLYING / QUADS;  // the remaining threads are idle
 constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns per sum of squares, held by neighbouring threads
@@ -168,20 +169,38 @@ __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 factors) {
   return product_of_pairs(with_signs << 4 & 0x87F087F0, factors);
 }
 
-// What 4-bit numbers are multiplied by, and what is subtracted before: as a pair of equal ones.
+// What numbers are multiplied by, and the zero point of 4-bit ones, as pairs of equal ones.
 struct Group {
-  u32 scales, zeros;
+  u32 scales;
+  u32 high_scales;  // of 4-bit numbers in the high halves of bytes, without zero points
+  u32 zeros;
 };
 
-// Two 4-bit numbers, each in the low half of 16 bits. In the last bits of 128 they are 128 and more, as `zeros` are.
-__device__ __forceinline__ u32 from_halves(u32 spread, Group group) {
-  return product_of_pairs(difference_of_pairs((spread & 0x000F000F) | 0x43004300, group.zeros), group.scales);
+constexpr float SUMS_FACTOR = BITS == 4 && !HAS_ZEROS ? 65536.0f : 1.0f;
+
+// Two 4-bit numbers as bfloat16: those from bit `PLACE` of each half of `word` on.
+//
+// With zero points they are put into the last bits of 128, and the zero point, of the same form, is subtracted. Else they stay in the lowest
+// or the next four bits of a byte, where they are so many times 2 ** -133 or 2 ** -129. The scales include the inverse, and `zeros` is -8
+// times the scale; but both are divided by SUMS_FACTOR, so that they are not too large.
+template <int PLACE>
+__device__ __forceinline__ u32 from_halves(u32 word, Group group) {
+  if (HAS_ZEROS) {
+    return product_of_pairs(difference_of_pairs((word >> PLACE & 0x000F000F) | 0x43004300, group.zeros), group.scales);
+  }
+  constexpr bool IS_HIGH = PLACE % 8 == 4;
+  u32 result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(result)
+      : "r"((PLACE < 8 ? word : word >> 8) & (IS_HIGH ? 0x00F000F0 : 0x000F000F)), "r"(IS_HIGH ? group.high_scales : group.scales),
+        "r"(group.zeros));
+  return result;
 }
 
 // The scales of row `w_row` of W in group `index` of a stage, whose scales are at this address.
 __device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
   const int half = GATED && w_row >= WIDTH, place = index * WIDTH + w_row - half * WIDTH;
-  Group group = {EXPONENTS, 0x43084308};
+  Group group = {EXPONENTS, 0, 0};
   if (GROUP > 0 && BITS == 8) {
     float scale;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address + half * SCALE_BOX + 4 * place) : "memory");
@@ -191,7 +210,13 @@ __device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
   if (GROUP > 0 && BITS == 4) {
     group.scales = permuted(load_two_bytes(address + half * SCALE_BOX + 2 * place), 0x1010);
     const u32 zeros = address + HALVES * SCALE_BOX + half * ZERO_BOX + 2 * place;
-    if (HAS_ZEROS) group.zeros = permuted(load_two_bytes(zeros), 0x1010) + 0x43004300;
+    if (HAS_ZEROS) {
+      group.zeros = permuted(load_two_bytes(zeros), 0x1010) + 0x43004300;
+    } else {
+      group.zeros = product_of_pairs(group.scales, 0xB900B900);        // -8 * 2 ** -16
+      group.high_scales = product_of_pairs(group.scales, 0x78007800);  // 2 ** (129 - 16)
+      group.scales = product_of_pairs(group.scales, 0x7A007A00);       // 2 ** (133 - 16)
+    }
   }
   return group;
 }
@@ -212,15 +237,17 @@ __device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swiz
     }
     const u32 address = line + (chunk * 16 ^ swizzle);
 #pragma unroll
-    for (int part = 0; part < 4; part++) {
-      const int below = part % 2;
-      const u32 bytes = load_two_bytes(address + below * 8 * LINE + part / 2 * 8);
+    for (int below = 0; below < 2; below++) {
+      const u32 first = load_two_bytes(address + below * 8 * LINE), second = load_two_bytes(address + below * 8 * LINE + 8);
+      const Group group = groups[below];
       if (BITS == 8) {
-        numbers[i][part] = from_e4m3(bytes, groups[below].scales);
+        numbers[i][below] = from_e4m3(first, group.scales), numbers[i][below + 2] = from_e4m3(second, group.scales);
       } else {
-        const u32 spread = permuted(bytes, 0x4140);
-        numbers[2 * i % 4][part] = from_halves(spread, groups[below]);
-        numbers[(2 * i + 1) % 4][part] = from_halves(spread >> 4, groups[below]);
+        u32 bytes;  // one of each, in turn
+        asm("prmt.b32 %0, %1, %2, 0x5140;" : "=r"(bytes) : "r"(first), "r"(second));
+        numbers[2 * i % 4][below] = from_halves<0>(bytes, group), numbers[2 * i % 4][below + 2] = from_halves<8>(bytes, group);
+        numbers[(2 * i + 1) % 4][below] = from_halves<4>(bytes, group);
+        numbers[(2 * i + 1) % 4][below + 2] = from_halves<12>(bytes, group);
       }
     }
   }
@@ -241,7 +268,9 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   __shared__ float scales[SCALED ? ROWS : 1];
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
   const u32 full = address_of(barriers), empty = full + 8 * STAGES;
-  const int split = blockIdx.x, tile = blockIdx.y, first_row = blockIdx.z * ROWS, warpgroup = threadIdx.x / 128;
+  const int split = blockIdx.x, tile = blockIdx.y, first_row = blockIdx.z * ROWS;
+  const int warpgroup = threadIdx.x / 128, of_team = warpgroup % WARPGROUPS;
+  const int team = TEAMS == 1 ? 0 : __shfl_sync(~0u, warpgroup / WARPGROUPS, 0);  // tells the compiler that it is the same in a warp
   const int begin = num_blocks * split / SPLITS, count = num_blocks * (split + 1) / SPLITS - begin;
   const int early = count < STAGES ? count : STAGES;
 
@@ -275,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   }
   __syncthreads();
 
-  if (warpgroup == WARPGROUPS) {
+  if (warpgroup == WARPGROUPS * TEAMS) {
     if (is_loading) {
       wait_for_earlier_kernels();
       for (int block = 0; block < count; block++) {
@@ -313,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   if (HEADS && HEAD_NORM && !is_value) weight = load_here((is_query ? ending.q_weight : ending.k_weight) + column % HEAD_DIM);
 
   // The last warpgroup may overlap the one before it; both compute the same values.
-  const int first_w = X_FIRST ? min(warpgroup * SHARE, W_ROWS - SHARE) : warpgroup * 64;
+  const int first_w = X_FIRST ? min(of_team * SHARE, W_ROWS - SHARE) : of_team * 64;
   float sums[COLUMNS / 2];
   const int lane = threadIdx.x % 32, first_row_of_64 = threadIdx.x / 32 % 4 * 16 + lane / 4, first_of_8 = lane % 4 * 2;
 #if BITS < 16 && !ROUNDED
@@ -326,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     const int of_half = tile * WIDTH + w_rows[i] - (is_up ? WIDTH : 0);
     if (of_half < width) w_scales[i] = ending.w_scales[(is_up ? width : 0) + of_half];
   }
-  Group groups[2] = {{EXPONENTS, 0}, {EXPONENTS, 0}};
-  for (int block = 0; block < count; block++) {
+  Group groups[2] = {{EXPONENTS, 0, 0}, {EXPONENTS, 0, 0}};
+  for (int block = team; block < count; block += TEAMS) {
     const int stage = block % STAGES;
     const u32 w = stages + stage * STAGE_BYTES, x = w + W_BYTES;
     wait_for(full + 8 * stage, (block / STAGES) & 1);
@@ -338,10 +367,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       const u64 columns = operand(x + unit * ROWS * LINE);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++) multiply(sums, numbers[k], columns + 2 * k, block + unit + k != 0);
+      for (int k = 0; k < 4; k++) multiply(sums, numbers[k], columns + 2 * k, block != team || unit + k != 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LAG) : "memory");
-      if (unit == LAG - 1 && block > 0 && lane == 0) arrive(empty + 8 * ((block - 1) % STAGES));
+      if (unit == LAG - 1 && block >= TEAMS && lane == 0) arrive(empty + 8 * ((block - TEAMS) % STAGES));
     }
     if (LAG == 0 && lane == 0) arrive(empty + 8 * stage);
   }
@@ -370,14 +399,15 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) {
     asm volatile("" : "+f"(sums[i])::"memory");  // keeps the product behind the wait
-    if (GROUP == 0) sums[i] *= w_scales[i / 2 % 2];
+    if (team >= count) sums[i] = 0;
+    sums[i] *= GROUP == 0 ? w_scales[i / 2 % 2] : SUMS_FACTOR;
   }
 #endif
   asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");  // the ring is free
 
   // Store the sums as [row of x][row of W], where the other programs of the cluster read them.
   if (X_FIRST) {
-    const u32 target = stages + 4 * (first_row_of_64 * PITCH + first_w + first_of_8);
+    const u32 target = stages + team * SUMS_BYTES + 4 * (first_row_of_64 * PITCH + first_w + first_of_8);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i += 2) {
       const int x_row = i / 2 % 2 * 8, w_row = i / 4 * 8;
@@ -385,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
                    : "memory");
     }
   } else {
-    const u32 target = stages + 4 * (first_w + first_row_of_64 + first_of_8 * PITCH);
+    const u32 target = stages + team * SUMS_BYTES + 4 * (first_w + first_row_of_64 + first_of_8 * PITCH);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) {
       const int x_row = i / 4 * 8 + i % 2, w_row = i / 2 % 2 * 8;
@@ -432,6 +462,11 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
         parts[i][part] = make_float4(0, 0, 0, 0);
         if (inputs[i].row >= 0) parts[i][part] = read_sums(source, part);
         if (GATED && inputs[i].row >= 0) ups[i][part] = read_sums(source + 4 * WIDTH, part);
+#pragma unroll
+        for (int other = 1; other < TEAMS; other++) {
+          if (inputs[i].row >= 0) add(parts[i][part], read_sums(source + other * SUMS_BYTES, part));
+          if (GATED && inputs[i].row >= 0) add(ups[i][part], read_sums(source + other * SUMS_BYTES + 4 * WIDTH, part));
+        }
       }
     }
     Inputs now[PREPARED];

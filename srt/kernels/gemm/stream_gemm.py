@@ -65,13 +65,14 @@ _FEW_WEIGHTS: Final = 1 << 22
 _FULL_SHARE: Final = 0.9
 _MOST_W_ROWS: Final = 320
 _MOST_PACKED_W_ROWS: Final = 384
+_MOST_TEAMS: Final = 4
 _LOADED_NS: Final = 38  # bytes of W that a program loads per ns
 _TURN_NS: Final = 1500  # until the first weights have come
 _LONG: Final = 1 << 16  # outputs of an LM head, for which cuBLAS is as fast
 _HEAD_DIMS: Final = (64, 128)  # sizes of attention heads that fit in a warp
 _REGISTERS: Final = 1 << 16  # per multiprocessor
 _OTHER_REGISTERS: Final = 26  # per thread, for the multiply instruction, besides its sums
-_CONVERTED_REGISTERS: Final = 44  # per thread, for packed numbers: two blocks of operands, addresses and scales
+_CONVERTED_REGISTERS: Final = 38  # per thread, for packed numbers: two blocks of operands, addresses and scales
 _CYCLES_NS: Final = 1.46  # effective cycles per ns, measured on an H200; includes all other delays
 _WEIGHTS_NS: Final = 3600  # bytes of weights read per ns
 _EXCHANGED_NS: Final = 20  # bytes of sums exchanged in a cluster per ns
@@ -108,6 +109,7 @@ class StreamTiles:
     ending: Ending = PLAIN
     form: Numbers = BF16
     lag: int = 1  # products in flight while packed numbers are converted
+    teams: int = 1  # warpgroups, or groups of them, that take turns with the blocks: more convert packed numbers faster
 
     @property
     def w_rows(self) -> int:
@@ -146,7 +148,7 @@ class StreamTiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory for the ring of stages, which the sums reuse afterwards."""
-        sums = 4 * self.rows * (self.w_rows + 8 if self.share else 64 * self.warpgroups + 4)
+        sums = 4 * self.teams * self.rows * (self.w_rows + 8 if self.share else 64 * self.warpgroups + 4)
         return with_alignment(max(self.stages * self.stage_bytes + self._overrun, sums))
 
     @property
@@ -155,7 +157,7 @@ class StreamTiles:
 
     @property
     def num_threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * (self.warpgroups * self.teams + 1)
 
     @property
     def cluster(self) -> int:
@@ -234,7 +236,12 @@ class StreamTiles:
         shapes = product(range(64, _MOST_PACKED_W_ROWS + 1, 16), (1, 2, 3, 4, 6, 8))
         every = (cls(_padded(num_rows), ending.columns(w_rows), splits, 2, ending, form) for w_rows, splits in shapes)
         tiles = min(filter(fits, every), key=cost, default=None)
-        return None if tiles is None else tiles.with_stages(k)
+        return None if tiles is None else tiles.with_teams(num_rows, n, k).with_stages(k)
+
+    def with_teams(self, num_rows: int, n: int, k: int) -> StreamTiles:
+        """Return the tiles with as many teams as have registers, and more stages than they hold at a time."""
+        more = (replace(self, teams=teams) for teams in range(_MOST_TEAMS, 1, -1))
+        return next((one for one in more if one.fits(num_rows, n, k) and one.with_stages(k).stages > 2 * one.teams), self)
 
     @classmethod
     def _for_few_rows(
@@ -337,6 +344,7 @@ class StreamTiles:
             "GROUP": self.form.group,
             "HAS_ZEROS": int(self.form.has_zeros),
             "LAG": self.lag,
+            "TEAMS": self.teams,
             "ROUNDED": int(self.form.is_rounded),
         }
 
@@ -402,8 +410,8 @@ class StreamGemm:
             return None
         n, k = weight.shape[0] // (2 if ending.is_gated else 1), weight.shape[1]
         device = self._num_processors, x.device.index
-        if isinstance(weight, PackedMatrix) and weight.rounds_inputs:
-            if not FEWEST_ROUNDED_ROWS <= len(x) <= MOST_ROWS_OF_FEW_WEIGHTS:
+        if isinstance(weight, PackedMatrix) and weight.rounds_inputs and len(x) >= FEWEST_ROUNDED_ROWS:
+            if len(x) > MOST_ROWS_OF_FEW_WEIGHTS:
                 return None
             # Two e4m3 numbers take the place of one of bfloat16, in memory and in the tensor cores.
             tiles = _choose(len(x), n, k // 2, ending, *device)
