@@ -1,4 +1,4 @@
-"""The kernel of all layers with weights of 8 and 4 bits, against float32 on the numbers that they stand for; wrong kernels would be noticed."""
+"""The kernel of all layers with weights of 8 and 4 bits, against float32 on what they stand for; wrong kernels would be noticed."""
 
 from __future__ import annotations
 

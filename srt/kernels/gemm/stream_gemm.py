@@ -239,9 +239,15 @@ class StreamTiles:
         return None if tiles is None else tiles.with_teams(num_rows, n, k).with_stages(k)
 
     def with_teams(self, num_rows: int, n: int, k: int) -> StreamTiles:
-        """Return the tiles with as many teams as have registers, and more stages than they hold at a time."""
+        """Return the tiles with as many teams as have registers, and either fewer than half the stages or a stage for each block."""
+        blocks = -(-k // self.form.stage_k // self.splits)
+
+        def has_stages(tiles: StreamTiles) -> bool:
+            stages = tiles.with_stages(k).stages
+            return stages > 2 * tiles.teams or tiles.teams <= blocks <= stages
+
         more = (replace(self, teams=teams) for teams in range(_MOST_TEAMS, 1, -1))
-        return next((one for one in more if one.fits(num_rows, n, k) and one.with_stages(k).stages > 2 * one.teams), self)
+        return next((one for one in more if one.fits(num_rows, n, k) and has_stages(one)), self)
 
     @classmethod
     def _for_few_rows(

@@ -97,6 +97,10 @@ def test_packed_numbers_have_stages_and_registers_in_every_projection(num_rows: 
         last_stage = (tiles.stages - 1) * tiles.stage_bytes
         assert last_stage + 128 * 64 * tiles.warpgroups <= tiles.shared_bytes - 1024
         assert not ending.head_dim or (tiles.width % 128 == 0 and n % tiles.width == 0)
+        num_blocks = -(-k // form.stage_k // tiles.splits)
+        has_stages = tiles.stages > 2 * tiles.teams or tiles.teams <= num_blocks == tiles.stages
+        assert tiles.num_threads <= 1024 and (tiles.teams == 1 or has_stages), "a team holds two stages"
+        assert num_rows > 1 or tiles.warpgroups * tiles.teams > 1, "four warps would convert too slowly"
 
 
 def test_groups_that_a_stage_would_cut_are_not_streamed() -> None:
