@@ -233,7 +233,7 @@ struct Memory {
   u64 full[STAGES], empty[STAGES];
   u64 first_full[LAYERS_AHEAD], first_empty[LAYERS_AHEAD], second_full[LAYERS_AHEAD], second_empty[LAYERS_AHEAD];
   float squares[ROWS * WARPS];
-  union __align__(16) {
+  union __align__(IS_PACKED ? 128 : 16) {
     struct {
       u32 x[ROWS * X_ROW];
       float parts[MOST_CHUNKS * ROWS * UNIT];  // [chunk, row, UNIT]
