@@ -72,6 +72,15 @@ def vary(runner: ModelRunner) -> None:
 
 
 @torch.inference_mode()
+def make_subnormal(runner: ModelRunner) -> None:
+    """Keep the signs and last bits of e4m3 numbers, which are then subnormal, and multiply their scales."""
+    for module in runner.loaded.model.modules():
+        if isinstance(module, Fp8Weight):
+            module.values.detach().view(torch.uint8).bitwise_and_(0x87)
+            module.scales.detach().mul_(8192)
+
+
+@torch.inference_mode()
 def dequantise(runner: ModelRunner) -> None:
     for module in runner.loaded.model.modules():
         if isinstance(module, LinearLayer) and isinstance(module.weight, Fp8Weight | IntWeight):
@@ -102,6 +111,21 @@ def test_layers_in_one_kernel_are_near_float32(tmp_path: Path, model: str, form:
     runner = runner_of(tmp_path, options)
     assert set(decodes_of(runner)._parts.resident) == {1}
     assert_near(logits_of(runner, [3], 16, 16, decodes=40)[1:], reference, f"{model}, {form}")
+
+
+def test_subnormal_numbers_are_multiplied_too(tmp_path: Path) -> None:
+    options = write_config(tmp_path, "qwen3-0.6b", "fp8")
+
+    def logits(runner: ModelRunner) -> torch.Tensor:
+        make_subnormal(runner)
+        if not decodes_of(runner)._parts.resident:
+            dequantise(runner)
+        return logits_of(runner, [3], 16, 16, decodes=4)[1:]
+
+    torch_only: dict[str, Any] = {"attention_backend": "torch_native", "disable_cuda_graph": True}
+    exact = make_runner(tmp_path, 16, dtype="float32", **torch_only, **options)
+    vary(exact)
+    assert_near(logits(runner_of(tmp_path, options)), logits(exact), "subnormal")
 
 
 @pytest.mark.parametrize("captures", [False, True])
