@@ -35,6 +35,11 @@ __device__ constexpr int UNITS[PRODUCTS] = {PACKED_WIDTH / UNIT / PROGRAMS, HIDD
                                             HIDDEN / UNIT / PROGRAMS};
 __device__ constexpr int PAIRS[PRODUCTS] = {PACKED_WIDTH / 2 / PROGRAMS, HIDDEN / 2 / PROGRAMS, INNER / 2 / PROGRAMS,
                                             HIDDEN / 2 / PROGRAMS};
+// A product's number of these, chosen by instructions: they would be read from memory if a variable were their index.
+template <const int (&OF)[PRODUCTS]>
+__device__ __forceinline__ int of(int product) {
+  return product == PACKED ? OF[PACKED] : product == OUTPUT ? OF[OUTPUT] : product == GATES ? OF[GATES] : OF[DOWN];
+}
 constexpr int HIDDEN_PAIRS = HIDDEN / 2 / PROGRAMS;
 constexpr int ATTENDED = ROWS * QUERY_WIDTH / PROGRAMS;  // numbers of the heads' outputs that a program combines
 
@@ -80,6 +85,9 @@ __device__ constexpr int ZERO_BOX[PRODUCTS] = {
 __device__ constexpr int boxes_of(int product) { return HALVES[product] * (SCALE_BOX[product] + ZERO_BOX[product]); }
 __device__ constexpr int SCALES_AT[PRODUCTS] = {0, boxes_of(PACKED), boxes_of(PACKED) + boxes_of(OUTPUT),
                                                 boxes_of(PACKED) + boxes_of(OUTPUT) + boxes_of(GATES)};
+__device__ constexpr int ZEROS_AT[PRODUCTS] = {
+    SCALES_AT[PACKED] + SCALE_BOX[PACKED], SCALES_AT[OUTPUT] + SCALE_BOX[OUTPUT], SCALES_AT[GATES] + 2 * SCALE_BOX[GATES],
+    SCALES_AT[DOWN] + SCALE_BOX[DOWN]};
 constexpr int SCALE_BYTES = SCALES_AT[DOWN] + boxes_of(DOWN);
 __device__ constexpr int loaded_scales(int product) {
   return HALVES[product] * GROUPS[product] * OUTPUTS[product] * (SCALE_ITEM + 2 * HAS_ZEROS);
@@ -299,7 +307,7 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
         load_scales(memory, step.maps[i], DOWN, place, barrier);
 #endif
       }
-      const int units = UNITS[product], slices = SLICES[product];
+      const int units = of<UNITS>(product), slices = of<SLICES>(product);
       for (int unit = 0; unit < units; unit++) {
         int row = (blockIdx.x * units + unit) * UNIT;
         if (product == GATES) row = unit % 2 * INNER + (blockIdx.x * (units / 2) + unit / 2) * UNIT;
@@ -446,7 +454,7 @@ struct Operands {
 // Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
 __device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int) {
   constexpr int BLOCKS = CHUNK / 64;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4, chunks = UNITS[product] * SLICES[product];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4, chunks = of<UNITS>(product) * of<SLICES>(product);
   const int eighth = lane / 16 + lane / 8 % 2 * 2;  // of 64 columns, or the fourth after it; its place depends on the row
   const u32 of_even = (eighth ^ lane % 8) * 16, of_odd = (eighth + 4 ^ lane % 8) * 16;
 #pragma unroll 1
@@ -494,16 +502,17 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[4], u32 a, u32 b, u
 // of the second. Other sums have no meaning.
 __device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
-  const int slices = SLICES[product], chunks = UNITS[product] * slices, outputs = OUTPUTS[product];
+  const int chunks = of<UNITS>(product) * of<SLICES>(product), outputs = of<OUTPUTS>(product);
   const bool has_x = BITS == 8 || row / 2 % 2 == t / 2;
   const int operand = t * 2 + row % 2, pitch = has_x ? 8 : 0;  // in 16 bytes
 #pragma unroll 1
   for (int i = (warp + WARPS - begin % WARPS) % WARPS; i < chunks; i += WARPS) {
     const int stage = (begin + i) % STAGES, round = (begin + i) / STAGES;
-    const int unit = i / slices, slice = i - unit * slices, half = product == GATES ? unit % 2 : 0;
-    const char* scales = memory.scales[place] + SCALES_AT[product] + half * SCALE_BOX[product];
+    const int unit = product == OUTPUT ? i / SLICES[OUTPUT] : product == DOWN ? i / SLICES[DOWN] : i / SLICES[PACKED];
+    const int slice = i - unit * of<SLICES>(product), half = product == GATES ? unit % 2 : 0;
+    const char* scales = memory.scales[place] + of<SCALES_AT>(product) + half * SCALE_BOX[GATES];
 #if HAS_ZEROS
-    const char* zeros = memory.scales[place] + SCALES_AT[product] + HALVES[product] * SCALE_BOX[product] + half * ZERO_BOX[product];
+    const char* zeros = memory.scales[place] + of<ZEROS_AT>(product) + half * ZERO_BOX[GATES];
 #endif
     const int output = (product == GATES ? unit / 2 : unit) * UNIT + row;
     const u32 full = address_of(memory.full + stage), empty = address_of(memory.empty + stage);
@@ -572,7 +581,7 @@ __device__ __forceinline__ float2 sums_of(const Memory& memory, int unit, int sl
 
 // Sends the results of a product to all programs. `mine` is the thread's pair of the stream, to which two of the products are added.
 __device__ __forceinline__ void finish(const Memory& memory, int product, u32& mine, u64* words, u32 tag, float eps) {
-  const int slices = SLICES[product], pairs = PAIRS[product];
+  const int slices = of<SLICES>(product), pairs = of<PAIRS>(product);
   const bool is_added = product == OUTPUT || product == DOWN;
 #pragma unroll 1
   for (int first = threadIdx.x / 32 * 32; first < FINISHING * ROWS * pairs; first += THREADS) {  // whole warps
@@ -913,13 +922,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
       const u16* norm = nullptr;
       if (product == PACKED) wait_for(address_of(memory.first_full + place), turn & 1), norm = first.norm;
       if (product == GATES) wait_for(address_of(memory.second_full + place), turn & 1), norm = memory.second[place].norm;
-      take(memory, from, product == PACKED ? tag - 1 : tag, SLICES[product] * CHUNK, norm);
+      take(memory, from, product == PACKED ? tag - 1 : tag, of<SLICES>(product) * CHUNK, norm);
       wait_for_all();
       if (!IS_PACKED && product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));
       if (!IS_PACKED && product == GATES && thread == 0) arrive(address_of(memory.second_empty + place));
       if (product == PACKED && share.has_work()) share.bring(step, first);
       multiply(memory, product, begin, place);
-      begin += UNITS[product] * SLICES[product];
+      begin += of<UNITS>(product) * of<SLICES>(product);
       wait_for_all();
       // Scales of two products come with each of these loads.
       if (IS_PACKED && product == OUTPUT && thread == 0) arrive(address_of(memory.first_empty + place));

@@ -177,7 +177,7 @@ class IntWeight(LinearWeight):
                     numbers, self.order = numbers[:, order], order
                 scales, zeros = scales[:, present], None if zeros is None else zeros[:, present]
                 group_of = None
-        self.packed = _parameter(pack_halves(numbers) if self.num_bits == 4 else numbers.contiguous())
+        self.packed = _parameter((pack_halves(numbers) if self.num_bits == 4 else numbers).contiguous())
         self.scales = _parameter(scales.t().contiguous())
         is_symmetric = zeros is None or bool((zeros == self.middle).all())
         self.zeros = None if is_symmetric or zeros is None else _parameter(zeros.t().to(torch.int16).contiguous())
