@@ -1,6 +1,6 @@
 """What a second GPU brings: one GPU beside two replicas, two stages and two ranks, with the same model on the same machine.
 
-    python -m benchmarks.two_gpus --model-path llama-3.1-8b --load-format dummy [--layouts one,dp,pp,tp] [any option of the server]
+    python -m benchmarks.two_gpus --model-path llama-3.1-8b --load-format dummy [--layouts one,dp,tp] [any option of the server]
 
 For each layout: output tokens/s of 256 requests of 100 to 1,024 tokens in and out, and of 512 with `dp` and `pp` (the same load a GPU);
 milliseconds of a decode step of 1 and of 32 rows; tokens/s of 16 prompts of 4,096 tokens; seconds to the first token behind a prompt of
@@ -35,7 +35,7 @@ MORE_IS_BETTER: Final = "/s"  # at the end of a figure's name
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", default="llama-3.1-8b", help="a shape in benchmarks/configs, or any model")
-    parser.add_argument("--layouts", default="one,dp,pp,tp", help=f"some of {', '.join(LAYOUTS)}; `one` first")
+    parser.add_argument("--layouts", default="one,dp,tp", help=f"some of {', '.join(LAYOUTS)}; `one` first")
     parser.add_argument(
         "--requests", type=int, default=256, help="of one GPU; twice as many where each GPU has as many"
     )
