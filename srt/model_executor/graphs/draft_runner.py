@@ -1,7 +1,7 @@
-"""Draft several tokens of each row with a smaller model, all of its steps in one graph.
+"""Draft several tokens of each row with a smaller model. A graph has one of its steps, so a row's number of drafts may be any.
 
 The smaller model may lack the last token that is computed: after drafts that were all right it has not seen the last of them. So its first
-step computes that token as well.
+step computes that token as well, and has graphs of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
+NUM_KINDS = len(CAPTURED_KINDS)
 SLOTS, MOST = range(2)  # rows of the staged numbers, which have a column for each row
 
 
 class DraftRunner(SizedGraphs):
-    """Draws up to `num_steps` tokens of each row, into the token table behind the row's last known token."""
+    """Draws any number of tokens of each row, into the token table behind the row's last known token."""
 
     name = "draft"
 
@@ -32,7 +33,6 @@ class DraftRunner(SizedGraphs):
         small: LoadedModel,
         small_state: DeviceState,
         seq_lens: torch.Tensor,
-        num_steps: int,
         sizes: Sequence[int] = (),
         capture: Capture | None = None,
     ) -> None:
@@ -41,7 +41,9 @@ class DraftRunner(SizedGraphs):
         self._tokens = RowTokens(small, small_state)
         self._tables, self._draws = small_state.req_to_token_pool, TableDraws(small_state)
         self._seq_lens = seq_lens
-        self._num_steps = num_steps
+        self._num_drafted = torch.zeros(
+            1, dtype=torch.int64, device=small.device
+        )  # tokens of each row, of the present drafts
         max_rows = small_state.num_slots
         self._staged = Staged(2, max_rows, small.device)
         head = small.model.lm_head
@@ -52,7 +54,10 @@ class DraftRunner(SizedGraphs):
         """Draft `most[i]` tokens of row i."""
         self._stage(slots, most)
         _, parts = self.parts_for(len(slots))
-        parts[min(kind, SamplingKind.ADJUSTED)]()
+        captured = min(kind, SamplingKind.ADJUSTED)
+        parts[captured]()
+        for _ in range(int(most.max()) - 1):
+            parts[NUM_KINDS + captured]()
 
     def stage_padding(self, size: int) -> None:
         self._stage(NO_ROWS, NO_ROWS)
@@ -64,21 +69,31 @@ class DraftRunner(SizedGraphs):
         self._staged.send()
 
     def works(self, size: int) -> Sequence[Work]:
-        return [partial(self._run, size, kind) for kind in CAPTURED_KINDS]
+        firsts = [partial(self._run_first, size, kind) for kind in CAPTURED_KINDS]
+        return [*firsts, *(partial(self._run_next, size, kind) for kind in CAPTURED_KINDS)]
 
-    def _run(self, size: int, kind: SamplingKind) -> None:
-        dummy = self._tables.dummy_slot
-        slots, most, logits = self._staged.tensor[SLOTS, :size], self._staged.tensor[MOST, :size], self._logits[:size]
-        lengths = self._seq_lens[slots]
-        for step in range(self._num_steps):
-            # Rows with fewer drafts are padding from then on.
-            step_slots = torch.where(most > step, slots, dummy)
-            positions = torch.where(most > step, lengths + step, 0)
-            first = [step_slots, step_slots] if step == 0 else [step_slots]
-            at = [(positions - 1).clamp(min=0), positions] if step == 0 else [positions]
-            token_slots, token_positions = torch.cat(first), torch.cat(at)
-            ids = self._tables.tokens(token_slots, token_positions)
-            hidden = self._tokens.hidden_of(ids, token_slots, token_positions)
-            self._tokens.logits_into(hidden[-size:], logits)
-            draws = self._draws.draw(kind, logits, step_slots, positions + 1)
-            self._tables.write_tokens(step_slots, positions + 1, draws.ids)
+    def _run_first(self, size: int, kind: SamplingKind) -> None:
+        self._num_drafted.zero_()
+        slots, positions = self._rows(size)
+        before = (positions - 1).clamp(min=0)
+        self._draw(size, kind, torch.cat((slots, slots)), torch.cat((before, positions)))
+
+    def _run_next(self, size: int, kind: SamplingKind) -> None:
+        self._draw(size, kind, *self._rows(size))
+
+    def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots and positions of the rows' last tokens. Rows that have all of their drafts are padding."""
+        slots, most = self._staged.tensor[SLOTS, :size], self._staged.tensor[MOST, :size]
+        is_drafting = most > self._num_drafted
+        positions = torch.where(is_drafting, self._seq_lens[slots] + self._num_drafted, 0)
+        return torch.where(is_drafting, slots, self._tables.dummy_slot), positions
+
+    def _draw(self, size: int, kind: SamplingKind, token_slots: torch.Tensor, token_positions: torch.Tensor) -> None:
+        """Compute these tokens, and draw behind the last `size` of them."""
+        slots, positions, logits = token_slots[-size:], token_positions[-size:] + 1, self._logits[:size]
+        ids = self._tables.tokens(token_slots, token_positions)
+        hidden = self._tokens.hidden_of(ids, token_slots, token_positions)
+        self._tokens.logits_into(hidden[-size:], logits)
+        draws = self._draws.draw(kind, logits, slots, positions)
+        self._tables.write_tokens(slots, positions, draws.ids)
+        self._num_drafted.add_(1)

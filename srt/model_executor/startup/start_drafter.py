@@ -126,7 +126,7 @@ def graph_speculating_runner(
     else:
         small_state = drafting_state(small, state)
         sizes = _sizes_up_to(state.num_slots, DRAFT_SIZES)
-        steps = DraftRunner(small, small_state, state.req_to_token_pool.seq_lens, num_drafts, sizes, capture)
+        steps = DraftRunner(small, small_state, state.req_to_token_pool.seq_lens, sizes, capture)
         drafter = GraphDrafter(
             ModelRunner(small, small_state, StepSampler(small, small_state), StepGraphs(small)), steps
         )
@@ -134,7 +134,7 @@ def graph_speculating_runner(
         graphs.add(steps)
     verifier.run_padding(max_tokens)
     graphs.add(verifier)
-    # All steps of a smaller model or a head are one graph, which takes about as long for few rows as for some more.
+    # A step of a smaller model or a head takes about as long for few rows as for some more.
     may_rest = small is None and loaded.head is None
     return GraphSpeculatingRunner(loaded, state, sampler, graphs, verifier, drafter, num_drafts, may_rest=may_rest)
 
