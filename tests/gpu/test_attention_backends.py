@@ -11,6 +11,7 @@ import torch
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.backend_choice import BackendChoice, are_kernels_compiled, choose_backends, make_backend
 from srt.layers.attention.base import AttentionBackend
+from srt.layers.attention.split_backend import SplitBackend
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.server_args import ServerArgs
@@ -76,6 +77,37 @@ def test_hopper_kernels_through_chunks_that_others_are_quicker_with(
     spec = spec_of(group, head_dim, page_size, torch.bfloat16, window)
     backend = FlashInferBackend(spec, CUDA, "fa3")
     assert worst_error(backend, spec) <= TOLERANCE[spec.dtype]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("group", "page_size"), [(1, 1), (4, 16), (5, 16)])
+def test_hopper_kernels_over_copies_of_keys_and_values(
+    group: int, page_size: int, fp8: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts behind a prefix are copied, those that do not fit in two parts. Without another backend none could be served over fp8."""
+    from srt.layers.attention import flashinfer_backend
+
+    monkeypatch.setattr(flashinfer_backend, "LEAST_QUERY_HEADS", 0)
+    spec = spec_of(group, head_dim, page_size, torch.bfloat16, fp8=fp8)
+    backend, parts = flashinfer_backend.FlashInferBackend(spec, CUDA, "fa3"), []
+    plan_extend = backend.plan_extend
+
+    def watched(batch: ForwardBatch) -> None:
+        plan_extend(batch)
+        parts.append(backend._num_gathers)
+
+    monkeypatch.setattr(backend, "plan_extend", watched)
+    world = world_of(SplitBackend(backend, TritonAttentionBackend(spec, CUDA)), spec)
+    errors = [
+        world.step(extends=[(3, 15), (0, 1), (5, 150)], decodes=[]),
+        world.step(extends=[(3, 2), (6, 16)], decodes=[5, 0]),
+        world.step(extends=[(4, 20)], decodes=[5, 6, 0, 3]),
+        world.step(extends=[(0, 100), (5, 1)], decodes=[3]),
+        world.step(extends=[(0, 70), (3, 80), (4, 3)], decodes=[]),
+    ]
+    assert parts == [0, 1, 0, 2, 2]
+    assert max(errors) <= (FP8_TOLERANCE if fp8 else TOLERANCE[spec.dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -26,6 +26,7 @@ from srt.kernels.attention.even_attention import (
     find_shares_kernel,
 )
 from srt.kernels.attention.extend_attention import ExtendTiles, extend_kernel
+from srt.kernels.attention.gather_kv import gather_kv_kernel
 from srt.kernels.attention.gather_pages import gather_pages_kernel
 from srt.kernels.attention.shared_prefix import BLOCK_N as SHARED_BLOCK_N
 from srt.kernels.attention.shared_prefix import (
@@ -61,6 +62,8 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
     shared = SHARED_BYTES[capability]
     builds: list[KernelBuild] = [
         _gather_pages(),
+        _gather_kv(bf16),
+        _gather_kv(torch.float8_e4m3fn),
         _gather_decode(),
         _gather_window(),
         _store_draws(),
@@ -109,6 +112,29 @@ def _gather_pages() -> KernelBuild:
             "page_table_stride": "i32",
         },
         constants={"HAS_FIRSTS": True, "BLOCK": 256},
+    )
+
+
+def _gather_kv(kv: torch.dtype) -> KernelBuild:
+    return KernelBuild(
+        name=f"gather_kv[bf16 from {TYPE_NAMES[kv]}]",
+        kernel=gather_kv_kernel,
+        types={
+            **dict.fromkeys(("k_ptr", "v_ptr"), f"*{TYPE_NAMES[kv]}"),
+            **dict.fromkeys(("k_out_ptr", "v_out_ptr"), "*bf16"),
+            **dict.fromkeys(("page_table_ptr", "indptr_ptr"), "*i32"),
+            "slots_ptr": "*i64",
+            **dict.fromkeys(("k_scale", "v_scale"), "fp32"),
+            **dict.fromkeys(("page_table_stride", "k_location_stride", "v_location_stride"), "i32"),
+        },
+        constants={
+            "HAS_SCALES": kv is not torch.bfloat16,
+            "WIDTH": 1024,
+            "PAGE_SIZE": 16,
+            "BLOCK_T": 16,
+            "BLOCK_W": 1024,
+        },
+        options={"num_warps": 8},
     )
 
 

@@ -19,7 +19,9 @@ from flashinfer import (
 )
 from numpy.typing import NDArray
 
+from srt.kernels.attention.gather_kv import gather_kv
 from srt.kernels.attention.gather_pages import gather_pages
+from srt.kernels.attention.paged_kv import PagedKV
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend, DecodeGraphs, HostPlans
 
@@ -34,14 +36,21 @@ WELL_FILLED: Final = (
 )
 PLAN_BYTES: Final = 8 << 20
 WORKSPACE_BYTES: Final = 256 << 20  # for partial results; shared by all plans, because one kernel runs at a time
+MOST_GATHERED_BYTES: Final = 256 << 20
+LEAST_QUERY_HEADS: Final = 4096
+"""Fewest queries, by their heads, per stored position of a KV head for which copying keys and values out of their pages pays. On an H200
+(Llama 3.1 8B, 32 query and 8 KV heads) chunks of 2,048 tokens gain 3 %, and those of 1,024 lose 10 %, as the host launches more."""
 
 
 class FlashInferBackend(AttentionBackend):
     """Reads the keys and values of rows without a prefix from the step's own tensors, and those of all other rows through their pages.
 
-    `kernels` is "fa2", or "fa3" for those of Hopper. `other` serves the prompts that these cannot serve or serve slowly: prompts with a
-    prefix if the KV memory has another type than the model, and, with fa3, short chunks, because its tiles have 128 tokens of one row (64
-    rows of 32 tokens after 4,096 take 1,066 µs, with Triton's kernel 450).
+    `kernels` is "fa2", or "fa3" for those of Hopper. With fa3, long chunks behind a prefix read a copy of keys and values in one piece
+    where layers have no window, because that kernel is faster than the one over pages by more than the copy takes.
+
+    `other` serves the prompts that these cannot serve or serve slowly: prompts with a prefix that are not copied if the KV memory has
+    another type than the model, and, with fa3, short chunks, because its tiles have 128 tokens of one row (64 rows of 32 tokens after
+    4,096 take 1,066 µs, with Triton's kernel 450).
     """
 
     def __init__(
@@ -64,6 +73,8 @@ class FlashInferBackend(AttentionBackend):
         self._graph_pins: _Ring[torch.Tensor] = _Ring([])
         self._active_decodes: dict[int | None, Any] = {}
         self._is_ragged = False
+        self._gathered = _Gathered(spec, device) if kernels == "fa3" and None in spec.windows else None
+        self._num_gathers = 0  # of the step's keys and values, for each layer without a window; 0: it reads pages
 
     @property
     def decode_graphs(self) -> DecodeGraphs:
@@ -78,26 +89,42 @@ class FlashInferBackend(AttentionBackend):
     def plan_extend(self, batch: ForwardBatch) -> None:
         prefix_lens, counts = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
         self._is_ragged = not prefix_lens.any()
+        self._num_gathers = 0
+        if self._gathered is not None and not self._is_ragged:
+            self._num_gathers = self._gathered.num_parts(prefix_lens, counts)
         self._is_others = self._other is not None and not self._suits(counts)
         if self._is_others:
             assert self._other is not None
             self._other.plan_extend(batch)
         elif self._is_ragged:
             for window, ring in self._prefills.items():
-                ring.advance().plan_ragged(self._spec, window, _indptr(counts))
+                ring.advance().plan_ragged(self._spec, window, _indptr(counts), _indptr(counts))
                 ring.enqueued()
         else:
-            rows = _page_rows(prefix_lens + counts, self._spec.page_size)
-            slots = batch.req_pool_indices[: batch.num_extend_rows]
-            for window, ring in self._prefills.items():
+            self._plan_prefixes(batch, prefix_lens, counts)
+
+    def _plan_prefixes(self, batch: ForwardBatch, prefix_lens: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        rows = _page_rows(prefix_lens + counts, self._spec.page_size)
+        slots = batch.req_pool_indices[: batch.num_extend_rows]
+        for window, ring in self._prefills.items():
+            plans = ring.advance()
+            if window is None and self._num_gathers:
+                assert self._gathered is not None
+                indptr = _indptr(prefix_lens + counts)
+                self._gathered.begin(slots, self._uploads.upload(indptr), prefix_lens + counts)
+                plans.plan_ragged(self._spec, window, _indptr(counts), indptr, self._num_gathers)
+            else:
                 pages = torch.empty(rows.total, dtype=torch.int32, device=self._device)
                 self._gather(batch, slots, rows, pages, window, prefix_lens)
-                ring.advance().plan_paged(self._spec, window, _indptr(counts), rows, pages)
-                ring.enqueued()
+                plans.plan_paged(self._spec, window, _indptr(counts), rows, pages)
+            ring.enqueued()
 
     def _suits(self, counts: NDArray[np.int64]) -> bool:
-        if not self._is_ragged and self._spec.kv_dtype != self._spec.dtype:
+        reads_pages = not self._is_ragged and not (self._num_gathers and self._spec.windows == (None,))
+        if reads_pages and self._spec.kv_dtype != self._spec.dtype:
             return False
+        if self._gathered is not None and self._num_gathers and not self._gathered.is_used:
+            return True
         return int(counts.sum()) >= WELL_FILLED * self._tile * int((-(-counts // self._tile)).sum())
 
     def forward_extend(
@@ -112,10 +139,15 @@ class FlashInferBackend(AttentionBackend):
         if self._is_others:
             assert self._other is not None
             self._other.forward_extend(q, k, v, layer, batch, out)
-        elif self._is_ragged:
-            self._prefills[layer.window].current.ragged.run(q, k, v, out=out)
+            return
+        plans = self._prefills[layer.window].current
+        if self._is_ragged:
+            plans.ragged.run(q, k, v, out=out)
+        elif layer.window is None and self._num_gathers:
+            assert self._gathered is not None
+            self._gathered.attend(plans.ragged, q, layer, batch, out, self._num_gathers)
         else:
-            self._prefills[layer.window].current.paged.run(q, _paged(layer, batch), out=out)
+            plans.paged.run(q, _paged(layer, batch), out=out)
 
     # ---- Decode
 
@@ -236,6 +268,60 @@ def _indptr(counts: NDArray[np.int64]) -> NDArray[np.int32]:
     return indptr
 
 
+class _Gathered:
+    """Memory for a layer's keys and values in one piece, or those of a part of its heads at a time; all layers use it in turn."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._group, self._num_kv_heads, self._head_dim = (
+            spec.num_heads // spec.num_kv_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
+        token_bytes = 2 * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        num_tokens = min(spec.max_context, MOST_GATHERED_BYTES // token_bytes)
+        self._memory = torch.empty(2, num_tokens * spec.num_kv_heads * spec.head_dim, dtype=spec.dtype, device=device)
+        self.is_used = False
+        """False until the first rows with a prefix. These are copied whatever their sizes: a server starts with such rows, so the kernel is
+        compiled before a client waits for it."""
+        self._slots = self._indptr = torch.empty(0, device=device)  # of the current step
+        self._longest = self._total = 0
+
+    def num_parts(self, prefix_lens: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
+        """Return into how many parts the heads are divided for rows of these sizes; 0 if copying does not pay, or there is no room."""
+        positions = int((prefix_lens + counts).sum())
+        pairs = int((counts * (prefix_lens + (counts + 1) // 2)).sum())
+        if self.is_used and pairs * self._group < LEAST_QUERY_HEADS * positions:
+            return 0
+        parts = (n for n in range(1, self._num_kv_heads + 1) if self._num_kv_heads % n == 0)
+        return next((n for n in parts if positions * self._part_width(n) <= self._memory.shape[1]), 0)
+
+    def begin(self, slots: torch.Tensor, indptr: torch.Tensor, lengths: NDArray[np.int64]) -> None:
+        """Set the step's rows: their slots, and where each begins in the memory."""
+        self.is_used = True
+        self._slots, self._indptr, self._longest, self._total = slots, indptr, int(lengths.max()), int(lengths.sum())
+
+    def attend(
+        self, plan: Any, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor, num_parts: int
+    ) -> None:
+        """Run the plan for each part of the heads."""
+        pool, tables = batch.token_to_kv_pool, batch.req_to_token_pool
+        scales = pool.k_scales[layer.layer_id], pool.v_scales[layer.layer_id]
+        kv = PagedKV(*pool.get_kv(layer.layer_id), batch.page_table_of(layer.layer_id), tables.page_size, *scales)
+        num_heads = self._num_kv_heads // num_parts
+        k, v = (
+            memory[: self._total * self._part_width(num_parts)].view(self._total, num_heads, self._head_dim)
+            for memory in self._memory
+        )
+        for first in range(0, self._num_kv_heads, num_heads):
+            gather_kv(kv, first, self._slots, self._indptr, self._longest, k, v)
+            heads = slice(first * self._group, (first + num_heads) * self._group)
+            plan.run(q[:, heads], k, v, out=out[:, heads])
+
+    def _part_width(self, num_parts: int) -> int:
+        """Elements of a token's keys in one part."""
+        return self._num_kv_heads // num_parts * self._head_dim
+
+
 class _PrefillPlans:
     """Two wrappers of flashinfer, for rows without and with a prefix; a step uses one of them."""
 
@@ -243,13 +329,20 @@ class _PrefillPlans:
         self.ragged: Any = BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=kernels)
         self.paged: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=kernels)
 
-    def plan_ragged(self, spec: AttentionSpec, window: int | None, indptr: NDArray[np.int32]) -> None:
-        rows = torch.from_numpy(indptr)
+    def plan_ragged(
+        self,
+        spec: AttentionSpec,
+        window: int | None,
+        indptr: NDArray[np.int32],
+        kv_indptr: NDArray[np.int32],
+        num_parts: int = 1,
+    ) -> None:
+        """Plan runs over each of `num_parts` equal parts of the heads."""
         self.ragged.plan(
-            rows,
-            rows,
-            spec.num_heads,
-            spec.num_kv_heads,
+            torch.from_numpy(indptr),
+            torch.from_numpy(kv_indptr),
+            spec.num_heads // num_parts,
+            spec.num_kv_heads // num_parts,
             spec.head_dim,
             causal=True,
             sm_scale=spec.scale,
