@@ -347,7 +347,23 @@ def test_even_shares_give_what_is_read_row_by_row(rows: int, group: int, kv_head
 def test_streamed_attention_gives_what_is_read_row_by_row(
     rows: int, group: int, kv_heads: int, page_size: int, head_dim: int, kv_dtype: torch.dtype
 ) -> None:
-    """Some rows are padding, whose length is 0 or 1. What lies behind a row's end is not a number."""
+    check_streamed(rows, group, kv_heads, page_size, head_dim, kv_dtype, None)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("group", "kv_heads", "page_size"), [(2, 4, 16), (4, 1, 16), (5, 2, 64), (1, 8, 32)])
+@pytest.mark.parametrize(("head_dim", "window"), [(256, None), (256, 1024), (256, 30), (128, 300), (128, 1)])
+@pytest.mark.parametrize("rows", [1, 4, 64, 256])
+def test_streamed_attention_of_wide_heads_and_windows(
+    rows: int, head_dim: int, window: int | None, group: int, kv_heads: int, page_size: int, kv_dtype: torch.dtype
+) -> None:
+    check_streamed(rows, group, kv_heads, page_size, head_dim, kv_dtype, window)
+
+
+def check_streamed(
+    rows: int, group: int, kv_heads: int, page_size: int, head_dim: int, kv_dtype: torch.dtype, window: int | None
+) -> None:
+    """Some rows are padding, whose length is 0 or 1. What lies behind a row's end, or in pages before its window, is not a number."""
     longest, processors = 2048, torch.cuda.get_device_properties(CUDA).multi_processor_count
     assert is_streamed(CUDA, torch.bfloat16, kv_dtype, head_dim, group, kv_heads, page_size)
     assert can_stream(CUDA, kv_dtype, head_dim, group, page_size)
@@ -361,16 +377,20 @@ def test_streamed_attention_gives_what_is_read_row_by_row(
     locations = pages[slots].long().repeat_interleave(page_size, 1) * page_size + positions % page_size
     behind = locations[positions >= lens[:, None]]
     keys[behind] = values[behind] = float("nan")
+    if window is not None:
+        first_pages = (lens - window).clamp(min=0) // page_size
+        before = locations[positions // page_size < first_pages[:, None]]
+        keys[before] = values[before] = float("nan")
     scales = (1.0, 1.0) if kv_dtype is torch.bfloat16 else (0.5, 1.5)
     kv = PagedKV(keys.to(kv_dtype), values.to(kv_dtype), pages, page_size, *scales)
     tiles = DecodeTiles.choose(q.dtype, head_dim, rows * kv_heads, 40_960, processors, 232_448)
     scratch = DecodeScratch.allocate(rows, kv_heads * group, kv_heads, tiles.num_splits, head_dim, CUDA)
     expected, got = torch.empty_like(q), torch.empty_like(q)
-    decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch)
+    decode_attention(q, kv, slots, lens, 0.09, expected, tiles, scratch, window)
     shares = EvenShares.allocate(rows, kv_heads * group, kv_heads, head_dim, shares_of(kv_heads, processors), CUDA)
-    find_shares(lens, shares)
+    find_shares(lens, shares, window)
     for _ in range(20):
-        stream_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares)
+        stream_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares, window)
         assert_near(got[lens > 0], expected[lens > 0])
     assert not shares.arrived.any()
 

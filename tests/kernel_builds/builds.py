@@ -21,6 +21,7 @@ from srt.kernels.attention.even_attention import (
     NUM_STAGES,
     NUM_WARPS,
     SHARES_AT_ONCE,
+    WINDOW_UNIT,
     can_be_even,
     even_attention_kernel,
     find_shares_kernel,
@@ -304,9 +305,15 @@ def _find_shares() -> KernelBuild:
         types={
             "seq_lens_ptr": "*i64",
             **dict.fromkeys(("begins_ptr", "first_rows_ptr", "row_begins_ptr", "row_shares_ptr"), "*i32"),
-            **dict.fromkeys(("num_rows", "num_shares"), "i32"),
+            **dict.fromkeys(("num_rows", "num_shares", "window"), "i32"),
         },
-        constants={"LEAST_WORK": LEAST_WORK, "BLOCK_N": EVEN_BLOCK_N, "BLOCK_R": MOST_ROWS, "BLOCK_S": SHARES_AT_ONCE},
+        constants={
+            "LEAST_WORK": LEAST_WORK,
+            "BLOCK_N": EVEN_BLOCK_N,
+            "WINDOW_UNIT": WINDOW_UNIT,
+            "BLOCK_R": MOST_ROWS,
+            "BLOCK_S": SHARES_AT_ONCE,
+        },
         options={"num_warps": 8},
     )
 

@@ -52,6 +52,8 @@ class DecodeTiles:
         most = most_splits(num_programs, max_context, num_processors)
         if dtype is torch.float32:
             return cls(most, block_n=32, num_warps=4)
+        if head_dim > 128 and num_programs <= num_processors // 4:
+            return cls(most, min_split_tokens=32, block_n=32, num_warps=4)
         if head_dim > 128 or shared < LONG_PIPELINE_BYTES:
             return cls(most)
         if 0.8 <= num_programs / (PROGRAMS_PER_PROCESSOR * num_processors) <= 1.0:

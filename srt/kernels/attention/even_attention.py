@@ -9,19 +9,20 @@ and the program that finishes last merges them. The cuts are computed on the dev
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.attention.decode_attention import LONG_PIPELINE_BYTES, PROGRAMS_PER_PROCESSOR
+from srt.kernels.attention.decode_attention import LONG_PIPELINE_BYTES, NO_WINDOW, PROGRAMS_PER_PROCESSOR
 from srt.kernels.attention.paged_kv import PagedKV, check_queries
 from srt.kernels.build.jit import block_dim, dot_dtype, kernel
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 BLOCK_N: Final = 64  # positions
+WINDOW_UNIT: Final = 16  # multiple to which the number of positions before a window that are left out is rounded down
 MOST_ROWS: Final = 512
 MOST_SHARES: Final = 256
 NUM_WARPS: Final = 2
@@ -61,6 +62,11 @@ class EvenShares:
         tables = integers(shares + 1), integers(shares), integers(rows + 1), integers(rows, 2)
         return cls(*tables, floats(2 * shares, heads, head_dim), floats(2 * shares, heads), integers(rows, kv_heads))
 
+    def beside(self) -> EvenShares:
+        """Return tables of their own for layers with another window, with the same memory for results."""
+        names = ("begins", "first_rows", "row_begins", "row_shares")
+        return replace(self, **{name: torch.zeros_like(getattr(self, name)) for name in names})
+
 
 def can_be_even(dtype: torch.dtype, head_dim: int, kv_heads: int, num_processors: int, shared: int) -> bool:
     """Return whether enough programs fit on a multiprocessor, as on Hopper. float32 is slower, being multiplied without tensor cores."""
@@ -78,7 +84,7 @@ def shares_at_once(kv_heads: int, num_processors: int) -> int:
     return PROGRAMS_PER_PROCESSOR * num_processors // kv_heads
 
 
-@kernel(one_variant_for=("seq_lens_ptr", "num_rows", "num_shares"))
+@kernel(one_variant_for=("seq_lens_ptr", "num_rows", "num_shares", "window"))
 def find_shares_kernel(
     seq_lens_ptr: tl.tensor,
     begins_ptr: tl.tensor,
@@ -87,8 +93,10 @@ def find_shares_kernel(
     row_shares_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_shares: tl.tensor,
+    window: tl.tensor,
     LEAST_WORK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW_UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ) -> None:
@@ -96,6 +104,7 @@ def find_shares_kernel(
     rows = tl.arange(0, BLOCK_R)
     inside = rows < num_rows
     lengths = tl.load(seq_lens_ptr + rows, mask=inside, other=0).to(tl.int32)
+    lengths -= tl.maximum(lengths - window, 0) // WINDOW_UNIT * WINDOW_UNIT
     blocks = tl.cdiv(lengths, BLOCK_N)
     row_ends = tl.cumsum(blocks, 0)
     row_begins = row_ends - blocks
@@ -256,13 +265,16 @@ def even_attention_kernel(
     let_next_start_late(PDL)
 
 
-def find_shares(seq_lens: torch.Tensor, shares: EvenShares) -> None:
-    """Assign the blocks of rows of these lengths to programs, before the first layer of a step."""
+def find_shares(seq_lens: torch.Tensor, shares: EvenShares, window: int | None = None) -> None:
+    """Assign the blocks of rows of these lengths to programs, before the first layer of a step.
+
+    With a window the blocks are those of the positions that it shows; a multiple of `WINDOW_UNIT` before them is left out.
+    """
     num_rows, num_shares = len(seq_lens), len(shares.first_rows)
     assert num_rows < len(shares.row_begins), num_rows
     find_shares_kernel[(1,)](
         seq_lens, shares.begins, shares.first_rows, shares.row_begins, shares.row_shares, num_rows, num_shares,
-        LEAST_WORK=LEAST_WORK, BLOCK_N=BLOCK_N,
+        NO_WINDOW if window is None else window, LEAST_WORK=LEAST_WORK, BLOCK_N=BLOCK_N, WINDOW_UNIT=WINDOW_UNIT,
         BLOCK_R=max(triton.next_power_of_2(num_rows), LEAST_ROWS_AT_ONCE), BLOCK_S=SHARES_AT_ONCE, num_warps=8,
     )  # fmt: skip
 

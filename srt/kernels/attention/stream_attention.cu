@@ -107,10 +107,13 @@ __device__ __forceinline__ float load_new(const float* from) {
   return value;
 }
 
-// The positions of one row that the program reads.
+// The positions of one row that the program reads, counted from the row's first one that is read: with a window those before it, up to a
+// multiple of BLOCK, are left out.
 struct Part {
   int row, begin, end;  // positions
   int length;           // of the row
+  int left_out;         // positions of the row
+  int hidden;           // positions that are read but lie before the window, less than BLOCK
   bool begins_row, ends_row;
   bool begins_share;
 };
@@ -125,13 +128,15 @@ struct Shares {
 };
 
 template <typename Work>
-__device__ __forceinline__ void for_each_part(const Shares& shares, int share, Work work) {
+__device__ __forceinline__ void for_each_part(const Shares& shares, int share, int window, Work work) {
   const int share_begin = shares.begins[share], share_end = shares.begins[share + 1];
   int begin = share_begin;
   for (int row = begin < share_end ? shares.first_rows[share] : 0; begin < share_end; row++) {
     const int row_begin = shares.row_begins[row], row_end = shares.row_begins[row + 1], end = min(row_end, share_end);
     Part part;
-    part.row = row, part.length = (int)shares.lengths[row];
+    const int length = (int)shares.lengths[row], before = max(length - window, 0);
+    part.row = row, part.left_out = before / BLOCK * BLOCK;
+    part.length = length - part.left_out, part.hidden = before - part.left_out;
     part.begin = (begin - row_begin) * SHARE_UNIT, part.end = min((end - row_begin) * SHARE_UNIT, part.length);
     part.begins_row = begin == row_begin, part.ends_row = end == row_end, part.begins_share = begin == share_begin;
     work(part);
@@ -143,8 +148,8 @@ __device__ __forceinline__ void for_each_part(const Shares& shares, int share, W
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     stream_attention(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
                      const __grid_constant__ Shares shares, const u16* q, const int* page_table, const long long* slots_of_rows,
-                     float* partial, float* lse, int* arrived, u16* out, float scale_log2, float v_scale, int q_stride, int page_table_stride,
-                     int out_stride) {
+                     float* partial, float* lse, int* arrived, u16* out, float scale_log2, float v_scale, int window, int q_stride,
+                     int page_table_stride, int out_stride) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * SLOTS + 4];
   const u32 ring = (address_of(memory) + 1023) & ~1023u;
@@ -166,11 +171,12 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     const u64 once = reading_once();
     bool has_waited = false;
     int number = 0;  // of the block
-    for_each_part(shares, share, [&](const Part& part) {
+    for_each_part(shares, share, window, [&](const Part& part) {
       const int* pages = page_table + slots_of_rows[part.row] * page_table_stride;
       for (int first = part.begin; first < part.end; first += 32 * BLOCK) {
-        const int position = first + lane * BLOCK;
-        const int location = position < part.end ? pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE : 0;
+        const int position = part.left_out + first + lane * BLOCK;
+        const bool is_inside = first + lane * BLOCK < part.end;
+        const int location = is_inside ? pages[position / PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE : 0;
         const int count = min(32, (part.end - first + BLOCK - 1) / BLOCK);
         for (int i = 0; i < count; i++, number++) {
           const int from = __shfl_sync(~0u, location, i);
@@ -197,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
   if (warp == WARPS + 1) {
     wait_for_earlier_kernels();
     int turn = 0;
-    for_each_part(shares, share, [&](const Part& part) {
+    for_each_part(shares, share, window, [&](const Part& part) {
       const bool is_whole = part.begins_row && part.ends_row;
       const int place = 2 * share + !part.begins_share;
       const Found& found = all_found[turn % 2];
@@ -275,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
   wait_for_earlier_kernels();
   const int column = lane % 4 * 2;  // the first of the two query heads whose sums this lane holds
   int number = 0, turn = 0;         // of the part's first block, and of the part
-  for_each_part(shares, share, [&](const Part& part) {
+  for_each_part(shares, share, window, [&](const Part& part) {
     // The queries are the second operand of the products; a lane holds columns of one head.
     u32 queries[STEPS][2] = {};
     if (lane / 4 < GROUP) {
@@ -292,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
     const int num_blocks = (part.end - part.begin + BLOCK - 1) / BLOCK;
     for (int block = (warp + WARPS - number % WARPS) % WARPS; block < num_blocks; block += WARPS) {
       const int slot = (number + block) % SLOTS, live = part.end - part.begin - block * BLOCK;  // positions; may be more than BLOCK
+      const int hidden = part.begin == 0 && block == 0 ? part.hidden : 0;
       const u32 keys = ring + slot * SLOT_BYTES, values = keys + BLOCK_BYTES;
       wait_for(full + 8 * slot, ((number + block) / SLOTS) & 1);
       if (live < BLOCK) {  // values after the row's end may be anything, but a factor must be a number
@@ -321,7 +328,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const bool is_live = lane / 4 + i / 2 * 8 < live;
+        const int position = lane / 4 + i / 2 * 8;
+        const bool is_live = hidden <= position && position < live;
         scores[i] = is_live ? (scores[i] + more[i]) * scale_log2 : nothing();
       }
       float new_peaks[2];

@@ -16,8 +16,9 @@ from typing import Final
 
 import torch
 
+from srt.kernels.attention.decode_attention import NO_WINDOW
 from srt.kernels.attention.even_attention import BLOCK_N as SHARE_UNIT
-from srt.kernels.attention.even_attention import MOST_ROWS, MOST_SHARES, EvenShares
+from srt.kernels.attention.even_attention import MOST_ROWS, MOST_SHARES, WINDOW_UNIT, EvenShares
 from srt.kernels.attention.paged_kv import PagedKV, check_queries
 from srt.kernels.build.hopper import (
     BLOCK_K,
@@ -33,13 +34,15 @@ from srt.kernels.build.hopper import (
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 LEAST_ROWS: Final = 4
 _LINE: Final = 2 * BLOCK_K  # bytes
-_BLOCK: Final = 16  # positions per load
+_BLOCK: Final = WINDOW_UNIT  # positions per load
 _MOST_GROUP: Final = 8
-_WARPS: Final = 4  # warps that multiply
-_SLOTS: Final = 8  # of the ring, in bfloat16
+_RINGS: Final = {64: ((4, 8),), 128: ((4, 8),), 256: ((3, 6), (4, 4))}
+"""Warps that multiply, and slots of the ring, by head size, the fastest first; the slots are those for a memory in bfloat16."""
+
 _PROGRAMS: Final = 2  # per multiprocessor, exactly: with room for more they would not be placed evenly
 _LEAST_BYTES: Final = 77 * 1024  # of shared memory per program, so that a third does not fit
-_HEAD_DIMS: Final = {torch.bfloat16: (64, 128), torch.float8_e4m3fn: (128,)}
+_MOST_BYTES: Final = 112 * 1024  # of shared memory per program, so that two fit
+_HEAD_DIMS: Final = {torch.bfloat16: (64, 128, 256), torch.float8_e4m3fn: (128, 256)}
 """Supported head sizes by the type of the KV memory. They fill lines of 128 bytes."""
 
 
@@ -62,7 +65,7 @@ class AttentionVariant:
 
     @property
     def num_threads(self) -> int:
-        return 32 * (_WARPS + 2)
+        return 32 * (self._ring[0] + 2)
 
     @property
     def cluster(self) -> int:
@@ -75,16 +78,22 @@ class AttentionVariant:
     @property
     def slots(self) -> int:
         """Slots of the ring: twice as many for fp8, so that the same number of bytes is in flight."""
-        return _SLOTS * (2 if self.is_fp8 else 1)
+        return self._ring[1] * (2 if self.is_fp8 else 1)
 
     @property
-    def _found_bytes(self) -> int:
-        """Shared memory for the warps' results in two parts of rows."""
-        return 2 * 4 * _WARPS * (2 * 8 + self.group * (self.head_dim + 4))
+    def _ring(self) -> tuple[int, int]:
+        """The first ring with which two programs find room."""
+        rings = _RINGS[self.head_dim]
+        return next((ring for ring in rings if self._bytes_with(*ring) <= _MOST_BYTES), rings[-1])
+
+    def _bytes_with(self, warps: int, slots: int) -> int:
+        """Return the shared memory of a ring, and of the warps' results in two parts of rows."""
+        found = 2 * 4 * warps * (2 * 8 + self.group * (self.head_dim + 4))
+        return with_alignment(slots * (2 if self.is_fp8 else 1) * self.slot_bytes + found)
 
     @property
     def shared_bytes(self) -> int:
-        return max(with_alignment(self.slots * self.slot_bytes + self._found_bytes), _LEAST_BYTES)
+        return max(self._bytes_with(*self._ring), _LEAST_BYTES)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -95,7 +104,7 @@ class AttentionVariant:
             "SHARE_UNIT": SHARE_UNIT,
             "SLOTS": self.slots,
             "FP8": int(self.is_fp8),
-            "WARPS": _WARPS,
+            "WARPS": self._ring[0],
             "PROGRAMS": _PROGRAMS,
         }
 
@@ -120,6 +129,7 @@ def is_streamed(
     """Return whether there is a variant for heads of this type and such a memory on such a device."""
     has_heads = head_dim in _HEAD_DIMS.get(kv_dtype, ()) and group <= _MOST_GROUP
     is_served = dtype is torch.bfloat16 and has_heads and page_size % _BLOCK == 0
+    is_served = is_served and AttentionVariant(group, head_dim, page_size).shared_bytes <= _MOST_BYTES
     if not is_served or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     return kv_heads <= torch.cuda.get_device_properties(device).multi_processor_count
@@ -143,9 +153,10 @@ def stream_attention(
     scale: float,
     out: torch.Tensor,
     shares: EvenShares,
+    window: int | None = None,
 ) -> None:
     """Compute `even_attention` with the streaming kernel. The keys and values of all but the rows' last positions must be stored before
-    the previous kernel ends."""
+    the previous kernel ends. With a window, for which the shares were found, rows see their last positions only."""
     num_rows, _, head_dim = q.shape
     is_fp8 = kv.k_buffer.dtype is torch.float8_e4m3fn
     variant = AttentionVariant(check_queries(q, out, kv), head_dim, kv.page_size, is_fp8)
@@ -164,6 +175,7 @@ def stream_attention(
         out,
         scale * kv.k_scale * math.log2(math.e),
         kv.v_scale,
+        NO_WINDOW if window is None else window,
         q.stride(0),
         kv.page_table.stride(0),
         out.stride(0),

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from srt.mem_cache.memory_pool import ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch, PackedDecodes
 
+MOST_CAPTURED_DIM: Final = 128  # head size up to which Triton's kernel for prompts is fast enough for captured steps
 MOST_FUSED_ROWS: Final = 1  # with more rows the fused kernel saves nothing (measured for 0.6B and 8B on an H200)
 INTERPRETER_PROCESSORS: Final = 2  # used on a CPU in place of the device's number of multiprocessors
 
@@ -68,8 +69,8 @@ class TritonAttentionBackend(AttentionBackend):
         self._max_graph_rows = 0
         self._shared_memory: SharedPrefix | None = None
         self._shared: SharedPrefix | None = None  # for the current step
-        self._even_memory: EvenShares | None = None
-        self._even: EvenShares | None = None  # for the current step
+        self._even_memory: dict[int | None, EvenShares] = {}  # by window
+        self._even: dict[int | None, EvenShares] = {}  # for the current step; empty: it reads in another way
         self._drafts: tuple[TokenRows, int] | None = None  # for the current step
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -78,18 +79,21 @@ class TritonAttentionBackend(AttentionBackend):
         self._pdl = has_pdl(device)
         self._shared_bytes = shared_bytes(device)
         self._readings = {Reading.BY_ROW}
-        sees_all = None in spec.windows and spec.softcap is None and not spec.has_sinks
+        is_plain = spec.softcap is None and not spec.has_sinks
+        sees_all = is_plain and None in spec.windows
         if sees_all and can_share(spec.dtype, spec.head_dim, self._group):
             self._readings.add(Reading.SHARED)
         # Only facts that are equal on all ranks may decide which graphs exist. Whether the compiler succeeds is not such a fact.
         heads = self._group, self._num_kv_heads
-        has_stream = sees_all and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
+        has_stream = is_plain and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
         self._streams = has_stream and can_stream(device, spec.kv_dtype, spec.head_dim, self._group, spec.page_size)
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
         if sees_all and not has_stream and can_be_even(*shape):  # with the streaming kernel, BY_ROW is even already
             self._readings.add(Reading.EVEN)
         # Captured prompts have room for many decodes. If there are few, other kernels would give each to one program.
-        self._captures_prompts = self._streams or Reading.EVEN in self._readings
+        self._even_windows = spec.windows if self._streams else (None,)
+        captures = sees_all and self._streams and spec.head_dim <= MOST_CAPTURED_DIM
+        self._captures_prompts = captures or Reading.EVEN in self._readings
         self._max_extend_len = 0
         self._max_context = 0
         self._scratch: DecodeScratch | None = None
@@ -122,7 +126,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared = self._even = self._drafts = None
+        self._shared, self._even, self._drafts = None, {}, None
         if batch.num_extend_rows and self._can_stream(batch.num_decode_rows):
             self._find_shares(batch.seq_lens[batch.num_extend_rows :], batch)
 
@@ -132,7 +136,7 @@ class TritonAttentionBackend(AttentionBackend):
         return reading in self._readings
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
-        self._shared = self._even = self._drafts = None
+        self._shared, self._even, self._drafts = None, {}, None
         if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch.num_decode_rows)):
             self._find_shares(batch.seq_lens, batch)
         if reading is not Reading.SHARED:
@@ -155,11 +159,12 @@ class TritonAttentionBackend(AttentionBackend):
 
     def _find_shares(self, seq_lens: torch.Tensor, batch: ForwardBatch) -> None:
         self._even = self._even_memory or self._allocate_even_memory(batch.req_to_token_pool)
-        find_shares(seq_lens, self._even)
+        for window, shares in self._even.items():
+            find_shares(seq_lens, shares, window)
 
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared = self._even = self._drafts = None
+        self._shared, self._even, self._drafts = None, {}, None
         if self._can_stream(len(rows.decode_lens)) or Reading.EVEN in self._readings:
             self._find_shares(rows.decode_lens, batch)
 
@@ -234,14 +239,15 @@ class TritonAttentionBackend(AttentionBackend):
         if self._drafts is not None:
             self._attend_drafts(q, kv, *self._drafts, layer, out)
             return
-        if self._even is not None and layer.window is None and self._streams:
-            stream_attention(q, kv, slots, lens, layer.scale, out, self._even)
+        shares = self._even.get(layer.window)
+        if shares is not None and self._streams:
+            stream_attention(q, kv, slots, lens, layer.scale, out, shares, layer.window)
             return
-        if self._even is not None and layer.window is None:
+        if shares is not None:
             pdl = (
                 pdl_for(len(q)) if self._pdl and not may_be_none else 0
             )  # without rows no program would wait for its inputs
-            even_attention(q, kv, slots, lens, layer.scale, out, self._even, pdl)
+            even_attention(q, kv, slots, lens, layer.scale, out, shares, pdl)
             return
         num_programs = len(q) * layer.num_kv_heads
         tiles = DecodeTiles.choose(
@@ -331,13 +337,15 @@ class TritonAttentionBackend(AttentionBackend):
         )
         return self._shared_memory
 
-    def _allocate_even_memory(self, pool: ReqToTokenPool) -> EvenShares:
+    def _allocate_even_memory(self, pool: ReqToTokenPool) -> dict[int | None, EvenShares]:
         """Allocate the memory once, large enough for every batch, because graphs keep its addresses."""
         rows, kv_heads = max(pool.num_slots, self._max_graph_rows), self._num_kv_heads
         shares = (shares_of if self._streams else shares_at_once)(kv_heads, self._num_processors)
-        self._even_memory = EvenShares.allocate(
+        first, *others = self._even_windows
+        memory = EvenShares.allocate(
             rows, self._group * kv_heads, kv_heads, self._head_dim, shares, pool.page_table.device
         )
+        self._even_memory = {first: memory, **{window: memory.beside() for window in others}}
         return self._even_memory
 
     def init_cuda_graph_state(self, max_bs: int) -> None:

@@ -99,6 +99,17 @@ def test_shares_are_alike_and_cover_every_block_once(lengths: list[int], num_sha
         assert begins[last] < row_begins[row + 1] <= begins[last + 1]
 
 
+@pytest.mark.parametrize("window", [1, 16, 100, 4096])
+def test_shares_of_a_window_are_those_of_rows_without_what_it_hides(window: int) -> None:
+    lengths = [0, 1, 15, 16, 17, 100, 131, 900, 1000]
+    shares, expected = (EvenShares.allocate(len(lengths), 2, 2, 32, 4, CPU) for _ in range(2))
+    find_shares(torch.tensor(lengths), shares, window)
+    shown = [length - max(length - window, 0) // 16 * 16 for length in lengths]
+    find_shares(torch.tensor(shown), expected)
+    for name in ("begins", "first_rows", "row_begins", "row_shares"):
+        assert torch.equal(getattr(shares, name), getattr(expected, name)), name
+
+
 def test_a_memory_of_fp8_is_read_with_its_scales() -> None:
     world = make_paged_world([5, 140], num_kv_heads=1, head_dim=32, page_size=16, dtype=torch.float32)
     keys, values = world.kv.k_buffer.to(torch.float8_e4m3fn), world.kv.v_buffer.to(torch.float8_e4m3fn)

@@ -16,6 +16,7 @@ from srt.kernels.build.hopper import ARCHITECTURE
 PROCESSOR_BYTES = 228 * 1024  # of shared memory, of which each program takes one KiB more than it asks for
 VARIANTS = [
     *(AttentionVariant(*shape) for shape in product((1, 2, 4, 5, 8), (64, 128), (16, 64))),
+    *(AttentionVariant(group, 256, 16, is_fp8) for group in (1, 2, 4) for is_fp8 in (False, True)),
     *(AttentionVariant(group, 128, 16, is_fp8=True) for group in (1, 4, 8)),
 ]
 
@@ -49,7 +50,9 @@ def test_what_it_does_not_serve_is_left_to_others(monkeypatch: pytest.MonkeyPatc
     assert not is_streamed(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 128, 4, 8, 16)
     assert not is_streamed(cuda, torch.float16, torch.float16, 128, 4, 8, 16)
     assert not is_streamed(cuda, torch.float16, torch.float8_e4m3fn, 128, 4, 8, 16), "queries"
-    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 256, 4, 8, 16)
+    assert is_streamed(cuda, torch.bfloat16, torch.bfloat16, 256, 4, 8, 16)
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 256, 8, 8, 16), "results of two programs do not fit"
+    assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 512, 2, 8, 16)
     assert not is_streamed(cuda, torch.bfloat16, torch.bfloat16, 128, 16, 8, 16), (
         "more heads of a group than a product has columns"
     )
