@@ -48,8 +48,8 @@ class BatchInvariantGpuOps(LayerOps):
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
             return stream.normed, stream.hidden
-        if stream.delta is None:
-            return self.norm(stream.hidden, norm), stream.hidden
+        if stream.delta is None or stream.delta_norm is not None:
+            return super().norm_stream(stream, norm)
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, pdl_of(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
@@ -64,10 +64,12 @@ class BatchInvariantGpuOps(LayerOps):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, pdl_of(gate_up))
 
-    def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
+    def gated_linear_of_norm(
+        self, stream: Stream, norm: Norm, affine: Affine, is_gelu: bool = False
+    ) -> tuple[Tensor, Tensor]:
         matrix = _matrix(affine)
-        if affine.bias is not None or not can_be_gated(matrix):
-            return super().gated_linear_of_norm(stream, norm, affine)
+        if is_gelu or affine.bias is not None or not can_be_gated(matrix):
+            return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
         normed, hidden = self.norm_stream(stream, norm)
         return gated_product(normed, matrix), hidden
 

@@ -53,9 +53,13 @@ class KernelOps(LayerOps):
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
             return stream.normed, stream.hidden
-        if stream.delta is None or norm.is_plus_one:
+        if stream.delta is None or not _has_like_norms(stream, norm):
             return super().norm_stream(stream, norm)
-        return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, self._pdl(stream.hidden))
+        delta_weight, delta_eps = _delta_norm(stream)
+        pdl = self._pdl(stream.hidden)
+        return add_rms_norm(
+            stream.hidden, stream.delta, norm.weight, norm.eps, pdl, norm.is_plus_one, delta_weight, delta_eps
+        )
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         product, few = self._streamed(x, affine), _few(affine, x)
@@ -82,30 +86,33 @@ class KernelOps(LayerOps):
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
         return gelu_tanh_and_mul(gate_up, self._pdl(gate_up))
 
-    def gated_linear(self, x: Tensor, affine: Affine) -> Tensor:
+    def gated_linear(self, x: Tensor, affine: Affine, is_gelu: bool = False) -> Tensor:
         few = _few(affine, x)
         if few is not None:
-            return self._gemv(x, *few, affine.bias, is_gated=True)
+            return self._gemv(x, *few, affine.bias, is_gated=True, is_gelu=is_gelu)
+        if is_gelu:
+            return super().gated_linear(x, affine, is_gelu)
         product = self._gated(x, affine)
         return self.silu_and_mul(super().linear(x, affine)) if product is None else product
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         few = _few(affine, stream.hidden)
-        if few is not None:
-            return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=False)
+        if few is not None and _has_like_norms(stream, norm):
+            return self._gemv_of_norm(stream, norm, *few, affine.bias)
         return super().linear_of_norm(stream, norm, affine)
 
-    def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
+    def gated_linear_of_norm(
+        self, stream: Stream, norm: Norm, affine: Affine, is_gelu: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if stream.weighted is not None:
             assert stream.weighted.weight is norm.weight
             product = self._gated(stream.weighted, affine)
             if product is not None:
                 return product, stream.hidden
         few = _few(affine, stream.hidden)
-        if few is not None:
-            return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True)
-        normed, hidden = self.norm_stream(stream, norm)
-        return self.gated_linear(normed, affine), hidden
+        if few is not None and _has_like_norms(stream, norm):
+            return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True, is_gelu=is_gelu)
+        return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         stream = self._streamed_onto(hidden, x, affine, next_norm)
@@ -223,9 +230,9 @@ class KernelOps(LayerOps):
         weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
         is_plus_one = norms is not None and norms[0].is_plus_one
         packed = batch.attn_backend.packed_decodes
-        is_usual = not is_plus_one and layer.softcap is None and layer.sinks is None  # all that the fused kernel knows
+        is_usual = layer.softcap is None and layer.sinks is None  # all that the fused kernel knows
         if packed is not None and is_usual and batch.num_extend_rows == 0:
-            attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch)
+            attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch, is_plus_one)
             if attended is not None:
                 return attended
         prepared = batch.attn_backend.place_of(qkv)
@@ -290,6 +297,7 @@ class KernelOps(LayerOps):
         residual: Tensor | None = None,
         out: Tensor | None = None,
         is_gated: bool = False,
+        is_gelu: bool = False,
     ) -> Tensor:
         product, _ = gemv(
             x.contiguous(),
@@ -298,6 +306,7 @@ class KernelOps(LayerOps):
             scales=scales,
             bias=bias,
             is_gated=is_gated,
+            is_gelu=is_gelu,
             residual=residual,
             out=out,
             pdl=bool(self._pdl(x)),
@@ -305,8 +314,16 @@ class KernelOps(LayerOps):
         return product
 
     def _gemv_of_norm(
-        self, stream: Stream, norm: Norm, weight: Tensor, scales: Tensor | None, bias: Tensor | None, is_gated: bool
+        self,
+        stream: Stream,
+        norm: Norm,
+        weight: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        is_gated: bool = False,
+        is_gelu: bool = False,
     ) -> tuple[Tensor, Tensor]:
+        delta_weight, delta_eps = _delta_norm(stream)
         return gemv(
             stream.hidden,
             weight,
@@ -314,15 +331,29 @@ class KernelOps(LayerOps):
             scales=scales,
             bias=bias,
             delta=stream.delta,
+            delta_weight=delta_weight,
+            delta_eps=delta_eps,
             norm_weight=norm.weight,
             eps=norm.eps,
+            is_plus_one=norm.is_plus_one,
             is_gated=is_gated,
+            is_gelu=is_gelu,
             pdl=bool(self._pdl(stream.hidden)),
         )
 
 
 def _rows(x: Tensor | Weighted) -> Tensor:
     return x.values if isinstance(x, Weighted) else x
+
+
+def _has_like_norms(stream: Stream, norm: Norm) -> bool:
+    """Return whether the factors of both norms, of the stream and of what is added to it, are weights or are 1 + weights."""
+    return stream.delta_norm is None or stream.delta_norm.is_plus_one == norm.is_plus_one
+
+
+def _delta_norm(stream: Stream) -> tuple[Tensor | None, float]:
+    """Return weight and eps of the norm of what is added to the stream, if there is one."""
+    return (None, 0.0) if stream.delta_norm is None else (stream.delta_norm.weight, stream.delta_norm.eps)
 
 
 def _few(affine: Affine, x: Tensor) -> tuple[Tensor, Tensor | None] | None:

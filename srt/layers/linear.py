@@ -91,13 +91,13 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         parts = [_even_part(name, total, tp) for name, total in outputs]
         super().__init__(in_features, parts if stored_as is None else _within_one(stored_as, parts), bias, ops)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return silu(first) * second of the two layers' outputs."""
-        return self._ops.gated_linear(x, self.affine)
+    def gated(self, x: Tensor, is_gelu: bool = False) -> Tensor:
+        """Return silu(first) * second of the two layers' outputs, or gelu(first) by its approximation with tanh."""
+        return self._ops.gated_linear(x, self.affine, is_gelu)
 
-    def gated_of_norm(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Return (silu(first) * second of the two layers' outputs for the normed stream, the stream's sum)."""
-        return self._ops.gated_linear_of_norm(stream, norm.norm, self.affine)
+    def gated_of_norm(self, stream: Stream, norm: RMSNorm, is_gelu: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (`gated` of the normed stream, the stream's sum)."""
+        return self._ops.gated_linear_of_norm(stream, norm.norm, self.affine, is_gelu)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

@@ -29,6 +29,8 @@ class Stream:
 
     hidden: Tensor
     delta: Tensor | None = None
+    delta_norm: Norm | None = None
+    """A norm that is to be applied to `delta` before it is added."""
     weighted: Weighted | None = None
     """The sum multiplied by the next norm's weight, if the operation that formed the sum knew that norm; then there is no delta."""
     normed: Tensor | None = None
@@ -36,7 +38,8 @@ class Stream:
 
     @property
     def total(self) -> Tensor:
-        """The sum, added up."""
+        """The sum, added up. If `delta` is to be normed, `LayerOps.total` does that."""
+        assert self.delta_norm is None, "delta is not normed yet"
         return self.hidden if self.delta is None else self.hidden + self.delta
 
 
@@ -101,8 +104,14 @@ class LayerOps:
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
             return stream.normed, stream.hidden
-        hidden = stream.total
+        hidden = self.total(stream)
         return self.norm(hidden, norm), hidden
+
+    def total(self, stream: Stream) -> Tensor:
+        """Return the stream's sum, added up."""
+        if stream.delta is None or stream.delta_norm is None:
+            return stream.total
+        return stream.hidden + self.norm(stream.delta, stream.delta_norm)
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
         return affine.weight.multiply(x, affine.bias)
@@ -124,18 +133,21 @@ class LayerOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
-    def gated_linear(self, x: Tensor, affine: Affine) -> Tensor:
-        """Return `silu_and_mul` of the product of x."""
-        return self.silu_and_mul(self.linear(x, affine))
+    def gated_linear(self, x: Tensor, affine: Affine, is_gelu: bool = False) -> Tensor:
+        """Return `silu_and_mul`, or `gelu_tanh_and_mul`, of the product of x."""
+        gate_up = self.linear(x, affine)
+        return self.gelu_tanh_and_mul(gate_up) if is_gelu else self.silu_and_mul(gate_up)
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         normed, hidden = self.norm_stream(stream, norm)
         return self.linear(normed, affine), hidden
 
-    def gated_linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
-        """Return `silu_and_mul` of the product of the normed stream."""
+    def gated_linear_of_norm(
+        self, stream: Stream, norm: Norm, affine: Affine, is_gelu: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return `gated_linear` of the normed stream."""
         normed, hidden = self.norm_stream(stream, norm)
-        return self.gated_linear(normed, affine), hidden
+        return self.gated_linear(normed, affine, is_gelu), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         """Return hidden + x Wᵀ + b, prepared for `next_norm` if given. May overwrite `hidden`."""

@@ -200,5 +200,6 @@ class PackedDecodes(Protocol):
         sin: torch.Tensor,
         layer: AttentionLayer,
         batch: ForwardBatch,
+        is_plus_one: bool = False,
     ) -> torch.Tensor | None:
         """Compute attention of decode rows from their packed projection; None if the kernel does not support this step."""

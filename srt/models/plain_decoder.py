@@ -5,7 +5,7 @@ Modules are named as in the checkpoints, so that a parameter's path is its tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
@@ -21,7 +21,7 @@ from srt.layers.ops import LayerOps, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
 from srt.models.stage_layers import note_input, stage_layers
-from srt.utils.layer_spec import Activation, Experts, FeedForward, SelfAttention
+from srt.utils.layer_spec import Experts, FeedForward, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
 from srt.utils.rope_config import RopeConfig
@@ -66,9 +66,19 @@ class PlainAttention(nn.Module):
         )
         self.o_proj = RowParallelLinear(spec.query_width, config.hidden_size, spec.o_bias, tp, ops)
 
+    def of_stream(
+        self, stream: Stream, norm: RMSNorm, rotation: Rotation | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return (the heads' output for the normed stream, the stream's sum)."""
+        qkv, hidden = self._ops.linear_of_norm(stream, norm.norm, self.qkv_proj.affine)
+        return self._attend(qkv, rotation, batch), hidden
+
     def forward(self, x: Tensor, rotation: Rotation | None, batch: ForwardBatch) -> Tensor:
         """Return the heads' output for the normed stream; the caller applies `o_proj`."""
-        spec, qkv = self._spec, self.qkv_proj(x)
+        return self._attend(self.qkv_proj(x), rotation, batch)
+
+    def _attend(self, qkv: Tensor, rotation: Rotation | None, batch: ForwardBatch) -> Tensor:
+        spec = self._spec
         if self._has_fused_operation and rotation is not None:
             norms = None
             if spec.norms is not None:
@@ -90,22 +100,19 @@ class PlainMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: FeedForward, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self._ops = ops
         outputs = (("gate_proj", spec.size), ("up_proj", spec.size))
         stored_as = "gate_up_proj" if spec.is_one_tensor else None
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, outputs, spec.bias, tp, ops, stored_as)
         self.down_proj = RowParallelLinear(spec.size, hidden_size, spec.bias, tp, ops)
-        activations: dict[Activation, Callable[[Tensor], Tensor]] = {
-            "silu": self.gate_up_proj.gated,
-            "gelu_tanh": self._gelu_tanh_gated,
-        }
-        self._gated = activations[spec.activation]
+        self._is_gelu = spec.activation == "gelu_tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
+        return self.down_proj(self.gate_up_proj.gated(x, self._is_gelu))  # type: ignore[no-any-return]
 
-    def _gelu_tanh_gated(self, x: Tensor) -> Tensor:
-        return self._ops.gelu_tanh_and_mul(self.gate_up_proj(x))
+    def of_stream(self, stream: Stream, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return (the MLP's output for the normed stream, the stream's sum)."""
+        activated, hidden = self.gate_up_proj.gated_of_norm(stream, norm, self._is_gelu)
+        return self.down_proj(activated), hidden
 
 
 class PlainExperts(Mixture):
@@ -150,26 +157,32 @@ class PlainLayer(nn.Module):
     ) -> Stream:
         """Return the stream after the layer, of the `wanted` tokens if given. Only attention needs the others."""
         spec, norms = self._spec, self._spec.norms
-        normed, hidden = self._normed(norms.before_attention, stream)
         rotation = None if self._rope is None else rotations[self._rope]
-        attended = self.self_attn(normed, rotation, batch)
+        norm = None if norms.before_attention is None else self._modules[norms.before_attention]
+        normed = None
+        if isinstance(self.self_attn, PlainAttention) and isinstance(norm, RMSNorm) and not spec.is_parallel:
+            attended, hidden = self.self_attn.of_stream(stream, norm, rotation, batch)
+        else:
+            normed, hidden = self._normed(norms.before_attention, stream)
+            attended = self.self_attn(normed, rotation, batch)
         if wanted is not None:
-            attended, hidden, normed = attended[wanted], hidden[wanted], normed[wanted]
+            attended, hidden, normed = attended[wanted], hidden[wanted], None if normed is None else normed[wanted]
             if not len(hidden):
                 return Stream(hidden)
         if spec.is_parallel:
-            hidden = self._added(hidden, self._norm(norms.after_attention, self.self_attn.o_proj(attended))).total
+            stream = self._added(hidden, norms.after_attention, self.self_attn.o_proj(attended))
+            hidden = self._ops.total(stream)
             delta = self._mlp(normed)
         else:
             delta, hidden = self._feed_forward(self._attended_onto(hidden, attended))
-        return self._added(hidden, self._norm(norms.after_feed_forward, delta))
+        return self._added(hidden, norms.after_feed_forward, delta)
 
     def _attended_onto(self, hidden: Tensor, attended: Tensor) -> Stream:
         """Return the stream with the projected attention output. May overwrite `hidden`."""
         projection, norm = self.self_attn.o_proj, self._spec.norms.after_attention
         if norm is None and self._spec.residual_scale == 1.0:
             return projection.onto(hidden, attended, None)
-        return self._added(hidden, self._norm(norm, projection(attended)))
+        return self._added(hidden, norm, projection(attended))
 
     def _feed_forward(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return (the output of the MLP or the experts for the normed stream, the stream's sum)."""
@@ -178,11 +191,17 @@ class PlainLayer(nn.Module):
         if isinstance(self._mlp, PlainExperts) and isinstance(norm, RMSNorm) and not norm.norm.is_plus_one:
             routed = self._mlp.router(stream, norm.norm)
             return self._mlp.sum(routed), routed.hidden
+        if isinstance(self._mlp, PlainMLP) and isinstance(norm, RMSNorm):
+            return self._mlp.of_stream(stream, norm)
         normed, hidden = self._normed(name, stream)
         return self._mlp(normed), hidden
 
-    def _added(self, hidden: Tensor, delta: Tensor) -> Stream:
-        scale = self._spec.residual_scale
+    def _added(self, hidden: Tensor, norm_name: str | None, delta: Tensor) -> Stream:
+        """Return the stream with the normed delta added."""
+        norm, scale = None if norm_name is None else self._modules[norm_name], self._spec.residual_scale
+        if scale == 1.0 and isinstance(norm, RMSNorm):
+            return Stream(hidden, delta, norm.norm)  # the next operation norms it, which may be one kernel for all
+        delta = self._norm(norm_name, delta)
         return Stream(hidden, delta) if scale == 1.0 else Stream(torch.add(hidden, delta, alpha=scale))
 
     @property
@@ -197,7 +216,7 @@ class PlainLayer(nn.Module):
         norm = None if name is None else self._modules[name]
         if isinstance(norm, RMSNorm):
             return self._ops.norm_stream(stream, norm.norm)
-        hidden = stream.total
+        hidden = self._ops.total(stream)
         return self._norm(name, hidden), hidden
 
 
@@ -210,6 +229,7 @@ class PlainDecoder(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage) -> None:
         super().__init__()
         self._stage = stage
+        self._ops = ops
         attentions = [layer.attention for layer in config.layers]
         ropes = list(dict.fromkeys(one.rope for one in attentions if one.rope is not None))
         self._embedding_scale: Final = config.scales.embedding
@@ -228,12 +248,12 @@ class PlainDecoder(nn.Module):
             note_input(number, stream, batch)
             stream = layer(stream, rotations, batch)
         if not self._stage.is_last:
-            return last(stream, rotations, batch).total  # type: ignore[no-any-return]
+            return self._ops.total(last(stream, rotations, batch))
         note_input(len(layers), stream, batch)
         ended: Stream = last(stream, rotations, batch, batch.output_tokens)
         if not len(ended.hidden):
             return ended.hidden
-        return self.norm.of_stream(ended) if isinstance(self.norm, RMSNorm) else self.norm(ended.total)
+        return self.norm.of_stream(ended) if isinstance(self.norm, RMSNorm) else self.norm(self._ops.total(ended))
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.embed_tokens(input_ids)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from srt.layers.ops import Stream
+from srt.layers.ops import TORCH_OPS, Stream
 from srt.utils.pipeline_stage import Stage
 
 if TYPE_CHECKING:
@@ -26,4 +26,4 @@ def note_input(layer: int, stream: Stream, batch: ForwardBatch) -> None:
     """Keep the stream before a layer for a head that drafts, if there is one and it reads this layer's input."""
     features = batch.token_to_kv_pool.features
     if features is not None and layer in features.taps:
-        features.note(layer, stream.total, batch.out_cache_loc)
+        features.note(layer, TORCH_OPS.total(stream), batch.out_cache_loc)

@@ -68,12 +68,12 @@ def _angles() -> KernelBuild:
 
 
 def _rms_norm(dtype: torch.dtype) -> KernelBuild:
-    values = ("x_ptr", "delta_ptr", "weight_ptr", "out_ptr", "sum_ptr")
+    values = ("x_ptr", "delta_ptr", "delta_weight_ptr", "weight_ptr", "out_ptr", "sum_ptr")
     return _build(
         f"rms_norm[{TYPE_NAMES[dtype]}]",
         rms_norm_kernel,
-        {**dict.fromkeys(values, f"*{TYPE_NAMES[dtype]}"), "eps": "fp32", "row_stride": "i32"},
-        {"HAS_DELTA": True, "IS_PLUS_ONE": False, "SIZE": 5120, "BLOCK": 8192},
+        {**dict.fromkeys(values, f"*{TYPE_NAMES[dtype]}"), "delta_eps": "fp32", "eps": "fp32", "row_stride": "i32"},
+        {"HAS_DELTA": True, "HAS_DELTA_NORM": True, "IS_PLUS_ONE": True, "SIZE": 5120, "BLOCK": 8192},
         num_warps=16,
     )
 
@@ -89,7 +89,17 @@ def _silu_and_mul(dtype: torch.dtype) -> KernelBuild:
 
 def _gemv(dtype: torch.dtype, is_gated: bool, weights: torch.dtype | None = None) -> KernelBuild:
     """Gate and up of a small model, or the output of its attention."""
-    tensors = ("x_ptr", "delta_ptr", "norm_weight_ptr", "w_ptr", "bias_ptr", "residual_ptr", "out_ptr", "sum_ptr")
+    tensors = (
+        "x_ptr",
+        "delta_ptr",
+        "delta_weight_ptr",
+        "norm_weight_ptr",
+        "w_ptr",
+        "bias_ptr",
+        "residual_ptr",
+        "out_ptr",
+        "sum_ptr",
+    )
     n, k = (3072, 1024) if is_gated else (1024, 2048)
     weights = weights or dtype
     tiles = GemvTiles.choose(n * (2 if is_gated else 1), k, is_gated, weights.itemsize)
@@ -100,6 +110,7 @@ def _gemv(dtype: torch.dtype, is_gated: bool, weights: torch.dtype | None = None
             **dict.fromkeys(tensors, f"*{TYPE_NAMES[dtype]}"),
             "w_ptr": f"*{TYPE_NAMES[weights]}",
             "scales_ptr": "*fp32",
+            "delta_eps": "fp32",
             "eps": "fp32",
         },
         {
@@ -107,8 +118,11 @@ def _gemv(dtype: torch.dtype, is_gated: bool, weights: torch.dtype | None = None
             "K": k,
             "ROWS": 1,
             "GATED": is_gated,
-            "HAS_DELTA": False,
+            "IS_GELU": is_gated,
+            "HAS_DELTA": is_gated,
+            "HAS_DELTA_NORM": is_gated,
             "HAS_NORM": is_gated,
+            "IS_PLUS_ONE": is_gated,
             "HAS_SCALES": weights is not dtype,
             "HAS_BIAS": False,
             "HAS_RESIDUAL": not is_gated,
@@ -232,13 +246,14 @@ def _fused_decode(head_dim: int) -> KernelBuild:
         },
         {
             "HAS_NORM": True,
+            "IS_PLUS_ONE": head_dim == 256,
             "GROUP": 5,
             "NUM_KV_HEADS": 8,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,
             "DOT_DTYPE": dot_dtype(torch.bfloat16),
             "BLOCK_G": 16,
-            "BLOCK_N": DECODE_BLOCK,
+            "BLOCK_N": DECODE_BLOCK if head_dim <= 128 else DECODE_BLOCK // 2,
             "BLOCK_S": MAX_SPLITS,
         },
     )

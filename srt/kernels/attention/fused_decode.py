@@ -17,7 +17,7 @@ from srt.kernels.attention.paged_kv import PagedKV, check_heads
 from srt.kernels.build.jit import block_dim, dot_dtype, jit, kernel
 from srt.kernels.build.pdl import let_next_start, pdl_options, wait_for_inputs
 
-BLOCK_N: Final = 64
+BLOCK_N: Final = 64  # positions, of heads up to 128; half as many of wider ones, which registers hold
 
 
 @jit
@@ -79,6 +79,7 @@ def fused_decode_kernel(
     v_location_stride: tl.tensor,
     page_table_stride: tl.tensor,
     HAS_NORM: tl.constexpr,
+    IS_PLUS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -122,6 +123,10 @@ def fused_decode_kernel(
         q_weight_2 = tl.load(q_weight_ptr + HALF + pairs).to(tl.float32)
         k_weight_1 = tl.load(k_weight_ptr + pairs).to(tl.float32)
         k_weight_2 = tl.load(k_weight_ptr + HALF + pairs).to(tl.float32)
+        if IS_PLUS_ONE:
+            q_weight_1, q_weight_2, k_weight_1, k_weight_2 = (
+                q_weight_1 + 1.0, q_weight_2 + 1.0, k_weight_1 + 1.0, k_weight_2 + 1.0
+            )  # fmt: skip
     wait_for_inputs(PDL)
 
     packed = qkv_ptr + row * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
@@ -205,10 +210,11 @@ def fused_decode(
     scratch: DecodeScratch,
     window: int | None = None,
     pdl: bool = False,
+    is_plus_one: bool = False,
 ) -> torch.Tensor:
     """Return [rows, query heads * head_dim] for rows of one new token each, at position seq_lens - 1, stored at `locations`.
 
-    qkv [rows, heads * head_dim] must be contiguous, and is not changed.
+    qkv [rows, heads * head_dim] must be contiguous, and is not changed. With `is_plus_one` the norms' factors are 1 + weight.
     """
     num_rows, width = qkv.shape
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
@@ -231,8 +237,9 @@ def fused_decode(
         scratch.partial, scratch.lse, scratch.arrived, out,
         eps, scale * math.log2(math.e), NO_WINDOW if window is None else window,
         kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
-        HAS_NORM=norm_weights is not None, GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(qkv.dtype), BLOCK_G=block_dim(group), BLOCK_N=BLOCK_N,
-        BLOCK_S=MAX_SPLITS, num_warps=4 if group <= 2 else 2, **pdl_options(pdl),
+        HAS_NORM=norm_weights is not None, IS_PLUS_ONE=is_plus_one, GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(qkv.dtype), BLOCK_G=block_dim(group),
+        BLOCK_N=BLOCK_N if head_dim <= 128 else BLOCK_N // 2, BLOCK_S=MAX_SPLITS,
+        num_warps=4 if group <= 2 or head_dim > 128 else 2, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -41,10 +41,20 @@ def _stream(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
+@jit
+def _factor(weight: tl.tensor, IS_PLUS_ONE: tl.constexpr) -> tl.tensor:
+    """Return the factor of a norm with this weight."""
+    factor = weight.to(tl.float32)
+    if IS_PLUS_ONE:
+        factor += 1.0
+    return factor
+
+
 @kernel(one_variant_for=())
 def gemv_kernel(
     x_ptr: tl.tensor,  # [ROWS, K]
     delta_ptr: tl.tensor,  # [ROWS, K]: added to x first
+    delta_weight_ptr: tl.tensor,  # [K]: of a norm of delta before that
     norm_weight_ptr: tl.tensor,  # [K]
     w_ptr: tl.tensor,  # [N, K], or [2 N, K] where GATED
     scales_ptr: tl.tensor,  # [N], or [2 N] where GATED: float32 factors of the rows of W
@@ -52,13 +62,17 @@ def gemv_kernel(
     residual_ptr: tl.tensor,  # [ROWS, N]: added to the product
     out_ptr: tl.tensor,  # [ROWS, N]
     sum_ptr: tl.tensor,  # [ROWS, K]: x + delta
+    delta_eps: float,
     eps: float,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    HAS_DELTA_NORM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_PLUS_ONE: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -76,6 +90,7 @@ def gemv_kernel(
     weights = _none()
     gate_weights = _none()
     norms = _none()
+    delta_norms = _none()
     for step in tl.static_range(STEPS):
         k = step * BLOCK_K + columns
         inside = in_n[:, None] & (k < K)[None, :]
@@ -86,6 +101,8 @@ def gemv_kernel(
             weights = _with(weights, _stream(w_rows + k[None, :], inside))
         if HAS_NORM:
             norms = _with(norms, tl.load(norm_weight_ptr + k, mask=k < K, other=0.0))
+        if HAS_DELTA_NORM:
+            delta_norms = _with(delta_norms, tl.load(delta_weight_ptr + k, mask=k < K, other=0.0))
     scales = tl.full([BLOCK_N], 1.0, tl.float32)
     gate_scales = scales
     if HAS_SCALES:
@@ -104,18 +121,30 @@ def gemv_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         gate_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         squares = tl.zeros([BLOCK_K], tl.float32)
+        delta_scale = 1.0
+        if HAS_DELTA_NORM:
+            delta_squares = tl.zeros([BLOCK_K], tl.float32)
+            for step in tl.static_range(STEPS):
+                k = step * BLOCK_K + columns
+                delta = tl.load(delta_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+                delta_squares += delta * delta
+            delta_scale = tl.rsqrt(tl.sum(delta_squares, 0) / K + delta_eps)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
             if HAS_DELTA:
-                x += tl.load(delta_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+                delta = tl.load(delta_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+                if HAS_DELTA_NORM:
+                    delta *= delta_scale * _factor(delta_norms[step], IS_PLUS_ONE)
+                    delta = delta.to(sum_ptr.dtype.element_ty).to(tl.float32)
+                x += delta
                 x = x.to(sum_ptr.dtype.element_ty)
                 if tl.program_id(0) == 0:
                     tl.store(sum_ptr + row * K + k, x, mask=k < K)
                 x = x.to(tl.float32)
             if HAS_NORM:
                 squares += x * x
-                x *= norms[step].to(tl.float32)
+                x *= _factor(norms[step], IS_PLUS_ONE)
             acc += weights[step].to(tl.float32) * x[None, :]
             if GATED:
                 gate_acc += gate_weights[step].to(tl.float32) * x[None, :]
@@ -131,7 +160,10 @@ def gemv_kernel(
         product += bias
         if GATED:
             gate += gate_bias
-            product *= gate * tl.sigmoid(gate)
+            slope = gate
+            if IS_GELU:  # 0.5 (1 + tanh(z)) is sigmoid(2 z)
+                slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            product *= gate * tl.sigmoid(slope)
         if HAS_RESIDUAL:
             product += tl.load(residual_ptr + row * N + outputs, mask=in_n, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * N + outputs, product.to(out_ptr.dtype.element_ty), mask=in_n)
@@ -168,17 +200,23 @@ def gemv(
     scales: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     delta: torch.Tensor | None = None,
+    delta_weight: torch.Tensor | None = None,
+    delta_eps: float = 0.0,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    is_plus_one: bool = False,
     is_gated: bool = False,
+    is_gelu: bool = False,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm(x + delta) @ weight.T + bias + residual, x + delta), each part only if it is given.
 
-    With `is_gated` the product becomes silu(first half) * second half. The norm is applied to the rounded sum. `scales` are float32
-    factors of the rows of `weight`, which may then have e4m3 numbers.
+    With `is_gated` the product becomes silu(first half) * second half, with `is_gelu` gelu(first half) * second half, by the
+    approximation with tanh. With `delta_weight` delta is normed and rounded before it is added, and with `is_plus_one` the factors of both
+    norms are 1 + weight. The norm is applied to the rounded sum. `scales` are float32 factors of the rows of `weight`, which may then
+    have e4m3 numbers.
     """
     num_rows, k = x.shape
     n = weight.shape[0] // (2 if is_gated else 1)
@@ -190,9 +228,10 @@ def gemv(
     assert out.shape == (num_rows, n), (out.shape, num_rows, n)
     total = x if delta is None else torch.empty_like(x)
     gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
-        x, x if delta is None else delta, x if norm_weight is None else norm_weight, weight,
-        x if scales is None else scales, x if bias is None else bias, x if residual is None else residual, out, total, eps,
-        N=n, K=k, ROWS=num_rows, GATED=is_gated, HAS_DELTA=delta is not None, HAS_NORM=norm_weight is not None,
+        x, x if delta is None else delta, x if delta_weight is None else delta_weight, x if norm_weight is None else norm_weight, weight,
+        x if scales is None else scales, x if bias is None else bias, x if residual is None else residual, out, total, delta_eps, eps,
+        N=n, K=k, ROWS=num_rows, GATED=is_gated, IS_GELU=is_gelu, HAS_DELTA=delta is not None,
+        HAS_DELTA_NORM=delta_weight is not None, IS_PLUS_ONE=is_plus_one, HAS_NORM=norm_weight is not None,
         HAS_SCALES=scales is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, **pdl_options(pdl),
     )  # fmt: skip

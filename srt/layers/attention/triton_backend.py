@@ -301,6 +301,7 @@ class TritonAttentionBackend(AttentionBackend):
         sin: torch.Tensor,
         layer: AttentionLayer,
         batch: ForwardBatch,
+        is_plus_one: bool = False,
     ) -> torch.Tensor | None:
         kv = _paged_kv(layer, batch)
         if len(qkv) > MOST_FUSED_ROWS or not can_fuse_decode(kv, qkv.dtype):
@@ -320,6 +321,7 @@ class TritonAttentionBackend(AttentionBackend):
             self._scratch or self._allocate_scratch(layer, qkv.device),
             layer.window,
             self._pdl,
+            is_plus_one,
         )
 
     def _allocate_scratch(self, layer: AttentionLayer, device: torch.device) -> DecodeScratch:

@@ -20,12 +20,14 @@ LENGTHS = [1, 2, 64, 65, 150, 300]
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(
-    ("group", "num_kv_heads", "head_dim", "page_size", "has_norm"), [(2, 2, 64, 16, True), (5, 1, 128, 1, False)]
+    ("group", "num_kv_heads", "head_dim", "page_size", "offset"),
+    [(2, 2, 64, 16, 0), (5, 1, 128, 1, None), (2, 1, 256, 16, 1)],
 )
 def test_it_is_norm_rotation_storing_and_attention(
-    group: int, num_kv_heads: int, head_dim: int, page_size: int, has_norm: bool, num_splits: int,
+    group: int, num_kv_heads: int, head_dim: int, page_size: int, offset: int | None, num_splits: int,
     dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
+    """`offset` is what the norms add to their weights; None: there are no norms."""
     torch.manual_seed(0)
     num_rows, num_heads, scale = len(LENGTHS), group * num_kv_heads, head_dim**-0.5
     world = make_paged_world(LENGTHS, num_kv_heads, head_dim, page_size, dtype)
@@ -35,14 +37,14 @@ def test_it_is_norm_rotation_storing_and_attention(
     for buffer in (world.kv.k_buffer, world.kv.v_buffer):
         buffer[locations] = float("nan")  # not there yet
     qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if has_norm else None
+    weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if offset is not None else None
     rotation = TORCH_OPS.angles(last, torch.rand(head_dim // 2), 1.0)
 
     expected_kv = PagedKV(world.kv.k_buffer.clone(), world.kv.v_buffer.clone(), world.kv.page_table, page_size)
     prepared = qkv.clone()
     prepare_qkv(
         prepared, num_heads, weights, EPS, rotation.cos, rotation.sin, locations,
-        expected_kv.k_buffer, expected_kv.v_buffer,
+        expected_kv.k_buffer, expected_kv.v_buffer, is_plus_one=offset == 1,
     )  # fmt: skip
     q = prepared[:, : num_heads * head_dim].view(num_rows, num_heads, head_dim)
     expected = decode_attention_reference(q, expected_kv, world.req_pool_indices, world.seq_lens, scale)
@@ -50,7 +52,7 @@ def test_it_is_norm_rotation_storing_and_attention(
     scratch = DecodeScratch.allocate(num_rows, num_heads, num_kv_heads, num_splits, head_dim, qkv.device)
     out = fused_decode(
         qkv, weights, EPS, rotation.cos, rotation.sin, locations, world.kv, world.req_pool_indices, world.seq_lens,
-        scale, num_splits, scratch,
+        scale, num_splits, scratch, is_plus_one=offset == 1,
     )  # fmt: skip
     torch.testing.assert_close(out.view_as(expected), expected, rtol=tolerance, atol=tolerance)
     for got, wanted in ((world.kv.k_buffer, expected_kv.k_buffer), (world.kv.v_buffer, expected_kv.v_buffer)):

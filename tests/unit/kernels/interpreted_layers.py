@@ -42,6 +42,17 @@ def test_rows_are_added_and_normed_whatever_their_stride(dtype: torch.dtype, tol
     assert rms_norm(x[:0, :80], weight, EPS).shape == (0, 80)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+def test_what_is_added_may_be_normed_before(dtype: torch.dtype, tolerance: float, offset: int) -> None:
+    x, delta = (torch.randn(5, 80).to(dtype) for _ in range(2))
+    weight, delta_weight = (torch.randn(80).to(dtype) for _ in range(2))
+    normed, total = add_rms_norm(x, delta, weight, EPS, 0, offset == 1, delta_weight, 0.5)
+    rms = (delta.float().square().mean(-1, keepdim=True) + 0.5).sqrt()
+    assert_near(total, x.float() + delta.float() / rms * (offset + delta_weight.float()), tolerance)
+    assert_near(normed, norm_of(total, offset + weight.float()), tolerance)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 def test_the_activation_reads_both_halves(dtype: torch.dtype, tolerance: float) -> None:
     gate_up = torch.randn(3, 2 * 1030).to(dtype)
@@ -74,6 +85,28 @@ def test_a_product_takes_in_what_comes_before_and_after_it(
 
     gated, _ = gemv(x, weight, tiles, bias=bias, delta=delta, norm_weight=norm_weight, eps=EPS, is_gated=True)
     assert_near(gated, F.silu(product[:, :25]) * product[:, 25:], tolerance)
+
+    gated, _ = gemv(
+        x, weight, tiles, bias=bias, delta=delta, norm_weight=norm_weight, eps=EPS, is_gated=True, is_gelu=True
+    )
+    assert_near(gated, F.gelu(product[:, :25], approximate="tanh") * product[:, 25:], tolerance)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize(("rows", "k"), [(1, 96), (3, 1100)])
+def test_a_product_norms_what_is_added_before(
+    rows: int, k: int, dtype: torch.dtype, tolerance: float, offset: int
+) -> None:
+    x, delta = (torch.randn(rows, k).to(dtype) for _ in range(2))
+    norm_weight, delta_weight, weight = (torch.randn(*shape).to(dtype) for shape in ((k,), (k,), (50, k)))
+    got, total = gemv(
+        x, weight, GemvTiles(16, 512, 4), delta=delta, delta_weight=delta_weight, delta_eps=0.5,
+        norm_weight=norm_weight, eps=EPS, is_plus_one=offset == 1,
+    )  # fmt: skip
+    rms = (delta.float().square().mean(-1, keepdim=True) + 0.5).sqrt()
+    assert_near(total, x.float() + delta.float() / rms * (offset + delta_weight.float()), tolerance)
+    assert_near(got, norm_of(total, offset + norm_weight.float()) @ weight.float().T, tolerance)
 
 
 def test_angles_are_those_of_the_layer() -> None:
