@@ -14,6 +14,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -149,6 +150,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kernels", action="store_true", help="also the kernels that take the most time")
+    parser.add_argument("--plain", action="store_true", help="without the layers' fast paths")
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     sizes = sorted(set(options.rows), reverse=True)
@@ -165,6 +167,8 @@ def main() -> int:
     config = ModelConfig.from_folder(
         folder, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
     )
+    if options.plain:
+        config = replace(config, layers=tuple(replace(layer, fast_paths=()) for layer in config.layers))
     if options.kernels and device.type != "cuda":
         parser.error("--kernels: the profiler looks at a GPU, and there is none")
     hardware = limits.measured()

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.embedding import VocabShard
+from srt.layers.ops_choice import layer_ops
 from srt.layers.weights import WeightPiece
 from srt.models.library.architecture import build_architecture, compute_buffers
 from srt.models.library.attention import Place, RunningStep
+from srt.models.library.kernels import use_ops
 from srt.models.library.parallel import split, split_head
 from srt.models.library.trace import Call, check_tokens_are_independent, trace
 from srt.models.library.weights import NamedWeights
@@ -88,6 +90,8 @@ class LibraryCausalLM(nn.Module):
         except ModelError as error:
             raise _cannot(config.architecture, error) from error
         model.lm_head.check(hidden_size)
+        if device.type == "cuda":
+            use_ops(model, layer_ops(device))
         return model
 
     def check(self) -> None:

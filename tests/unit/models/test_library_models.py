@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.ops import LayerOps, Norm
+from srt.models.library.kernels import use_ops
 from srt.models.library.library_model import LibraryCausalLM
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -43,6 +46,54 @@ def check_tokens(folder: Path, model_type: str) -> None:
 @pytest.mark.parametrize("model_type", QUICK)
 def test_the_librarys_models_give_its_own_tokens(tmp_path: Path, model_type: str) -> None:
     check_tokens(tmp_path / model_type, model_type)
+
+
+class CountedOps(LayerOps):
+    def __init__(self) -> None:
+        self.norms: list[bool] = []
+        self.num_products = 0
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        self.norms.append(norm.is_plus_one)
+        return super().norm(x, norm)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        assert x.dim() == 2
+        self.num_products += 1
+        return super().project(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_norms", "is_plus_one", "num_products"),
+    [
+        ("llama", 7, False, 21),
+        ("gemma2", 13, True, 21),
+        ("qwen3", 13, False, 21),
+        ("stablelm", 0, False, 21),
+        ("gpt2", 0, False, 0),
+    ],
+)
+def test_what_our_operations_compute_as_well_is_left_to_them(
+    tmp_path: Path, model_type: str, num_norms: int, is_plus_one: bool, num_products: int
+) -> None:
+    """LayerNorms, products with a bias and transposed ones stay the library's."""
+    write_library_checkpoint(tmp_path, model_type)
+    prompts = prompts_with_shared_prefixes(1, 4)
+    runner, ops, outputs = make_runner(tmp_path, 4, model_impl="transformers"), CountedOps(), []
+    model = runner.loaded.model
+    assert isinstance(model, LibraryCausalLM)
+    for uses_ours in (False, True):
+        if uses_ours:
+            use_ops(model, ops)
+        jobs = [Job(prompt, greedy(8)) for prompt in prompts]
+        driver = PlanDriver(runner, 4, chunk=13)
+        driver.run(jobs)
+        outputs.append([job.outputs for job in jobs])
+    assert outputs[0] == outputs[1]
+    assert len(ops.norms) == num_norms * len(driver.steps)
+    assert set(ops.norms) <= {is_plus_one}
+    of_heads = ops.num_products - num_products * len(driver.steps)
+    assert 0 < of_heads <= len(driver.steps)
 
 
 @pytest.mark.full
