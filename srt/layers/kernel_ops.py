@@ -97,7 +97,7 @@ class KernelOps(LayerOps):
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
         few = _few(affine, stream.hidden)
-        if few is not None and _has_like_norms(stream, norm):
+        if few is not None and stream.delta_norm is None:  # a norm more would be read by each program
             return self._gemv_of_norm(stream, norm, *few, affine.bias)
         return super().linear_of_norm(stream, norm, affine)
 
@@ -110,7 +110,7 @@ class KernelOps(LayerOps):
             if product is not None:
                 return product, stream.hidden
         few = _few(affine, stream.hidden)
-        if few is not None and _has_like_norms(stream, norm):
+        if few is not None and stream.delta_norm is None:  # a norm more would be read by each program
             return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True, is_gelu=is_gelu)
         return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
 
@@ -230,7 +230,7 @@ class KernelOps(LayerOps):
         weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
         is_plus_one = norms is not None and norms[0].is_plus_one
         packed = batch.attn_backend.packed_decodes
-        is_usual = layer.softcap is None and layer.sinks is None  # all that the fused kernel knows
+        is_usual = not is_plus_one and layer.softcap is None and layer.sinks is None
         if packed is not None and is_usual and batch.num_extend_rows == 0:
             attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch, is_plus_one)
             if attended is not None:
