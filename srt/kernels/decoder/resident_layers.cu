@@ -25,6 +25,7 @@ constexpr int LINE_COLUMNS = LINE * 8 / BITS;       // of a weight
 constexpr int LINES = CHUNK / LINE_COLUMNS;         // per row of a chunk
 constexpr int STAGE_BYTES = UNIT * LINE * LINES;    // blocks of a line of each row, one after the other
 constexpr bool IS_PACKED = BITS < 16;
+constexpr int LOADING = IS_PACKED ? 4 : 1;  // lanes that load
 
 // The products of a layer: queries, keys and values; attention's output; gates and ups; down.
 enum { PACKED, OUTPUT, GATES, DOWN };
@@ -62,7 +63,7 @@ static_assert(HEAD_DIM == 128, "a half of a warp has a head, 8 numbers each");
 static_assert(PACKED_WIDTH % (UNIT * PROGRAMS) == 0 && HIDDEN % (UNIT * PROGRAMS) == 0 && INNER % (UNIT * PROGRAMS) == 0 &&
               ROWS * QUERY_WIDTH % (2 * PROGRAMS) == 0);
 static_assert(STAGES >= WARPS, "a warp that waits for a chunk must know that the one before the last in its place is done with");
-static_assert(0 < IN_FLIGHT && IN_FLIGHT <= STAGES);
+static_assert(LOADING <= IN_FLIGHT && IN_FLIGHT <= STAGES);
 static_assert(HIDDEN % CHUNK == 0 && QUERY_WIDTH % CHUNK == 0 && INNER % CHUNK == 0 && CHUNK % LINE_COLUMNS == 0);
 static_assert(FINISHING * ROWS * HIDDEN_PAIRS <= THREADS && ROWS <= UNIT && GROUP + 2 <= WARPS && ROWS * KV_HEADS * SPLITS <= PROGRAMS);
 static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
@@ -272,18 +273,19 @@ __device__ __forceinline__ void load_scales(Memory& memory, const LayerMaps& map
 }
 #endif
 
-// Loads everything that the other warps need, in their order. Run by one thread.
+// Loads everything that the other warps need, in their order. Run by LOADING lanes of a warp, which wait for room together: one thread that waits for each chunk by itself takes longer than a chunk of packed numbers takes to come.
 __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
   const u64 policy = reading_once();
   const u32 full = address_of(memory.full), empty = address_of(memory.empty), stages = address_of(memory.stages);
-  int stage = 0, round = 0, chunk = 0;
+  const int lane = threadIdx.x - THREADS;
+  int begin = 0;  // number of the product's first chunk
   for (int i = 0; i < step.num_layers; i++) {
     const int place = i % LAYERS_AHEAD, turn = i / LAYERS_AHEAD;
     const Layer& layer = step.layers[i];
     for (int product = 0; product < PRODUCTS; product++) {
       const TensorMap* map = &step.maps[i].weights[product];
       asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-      if (product == PACKED) {
+      if (product == PACKED && lane == 0) {
         First& to = memory.first[place];
         const u32 barrier = address_of(memory.first_full + place);
         if (turn > 0) wait_for(address_of(memory.first_empty + place), (turn - 1) & 1);
@@ -297,7 +299,7 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
         load_scales(memory, step.maps[i], OUTPUT, place, barrier);
 #endif
       }
-      if (product == OUTPUT) {
+      if (product == OUTPUT && lane == 0) {
         const u32 barrier = address_of(memory.second_full + place);
         if (turn > 0) wait_for(address_of(memory.second_empty + place), (turn - 1) & 1);
         expect_bytes(barrier, 2 * HIDDEN + loaded_scales(GATES) + loaded_scales(DOWN));
@@ -307,22 +309,30 @@ __device__ __forceinline__ void load_layers(Memory& memory, const Step& step) {
         load_scales(memory, step.maps[i], DOWN, place, barrier);
 #endif
       }
-      const int units = of<UNITS>(product), slices = of<SLICES>(product);
-      for (int unit = 0; unit < units; unit++) {
+      const int units = of<UNITS>(product), slices = of<SLICES>(product), chunks = units * slices;
+      int stage = (begin + lane) % STAGES, round = (begin + lane) / STAGES, unit = lane / slices, slice = lane % slices;
+      for (int index = lane; index - lane < chunks; index += LOADING) {
+        const bool is_mine = index < chunks;
+        if (is_mine && round > 0) wait_for(empty + 8 * stage, (round - 1) & 1);
+        if (is_mine && begin + index >= IN_FLIGHT) {
+          const bool is_before = stage < IN_FLIGHT;  // whether that chunk was in the round before
+          wait_for(full + 8 * (stage - IN_FLIGHT + (is_before ? STAGES : 0)), (round - is_before) & 1);
+        }
+        if (LOADING > 1) __syncwarp((1 << LOADING) - 1);
         int row = (blockIdx.x * units + unit) * UNIT;
         if (product == GATES) row = unit % 2 * INNER + (blockIdx.x * (units / 2) + unit / 2) * UNIT;
-        for (int slice = 0; slice < slices; slice++, chunk++) {
-          if (round > 0) wait_for(empty + 8 * stage, (round - 1) & 1);
-          if (chunk >= IN_FLIGHT) wait_for(full + 8 * ((chunk - IN_FLIGHT) % STAGES), (chunk - IN_FLIGHT) / STAGES & 1);
+        if (is_mine) {
           expect_bytes(full + 8 * stage, STAGE_BYTES);
           asm volatile(
               "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
               "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(stages + stage * STAGE_BYTES),
               "l"(map), "r"(0), "r"(row), "r"(slice * LINES), "r"(full + 8 * stage), "l"(policy)
               : "memory");
-          if (++stage == STAGES) stage = 0, round++;
         }
+        if ((stage += LOADING) >= STAGES) stage -= STAGES, round++;
+        for (slice += LOADING; slice >= slices; slice -= slices) unit++;
       }
+      begin += chunks;
     }
   }
 }
@@ -894,7 +904,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   __syncthreads();
   if (thread >= THREADS) {
     // Weights are constants, so their loads do not wait for previous kernels.
-    if (thread == THREADS) load_layers(memory, step);
+    if (thread < THREADS + LOADING) load_layers(memory, step);
     return;
   }
 

@@ -120,7 +120,7 @@ def quantise_rows(
     quantise_rows_kernel[(num_rows,)](
         x, scales if scale is None else scale, out, scales, x.stride(0),
         K=k, HAS_GROUPS=has_groups, HAS_SCALE=scale is not None, BLOCK=block,
-        num_warps=8 if block > 4096 else 4, **pdl_options(pdl),
+        num_warps=min(max(block // 512, 4), 16), **pdl_options(pdl),
     )  # fmt: skip
     return out, scales
 
