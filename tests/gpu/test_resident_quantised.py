@@ -41,7 +41,7 @@ MODELS = ["qwen3-0.6b", "qwen3-8b", "qwen3-14b", "llama"]
 WRONG = {
     "fp8": ("* ((const float*)scales)[at];", "* ((const float*)scales)[at ^ 1];"),
     "gptq": ("(BITS == 4 ? t % 2 : 0)", "0"),
-    "awq": ("zero = 128 + ((const short*)zeros)[at];", "zero = 128 + 8;"),
+    "awq": ("zero = ((const short*)zeros)[at];", "zero = 8;"),
 }
 """What becomes of the source: scales of other outputs; of a line's first group; no zero points."""
 

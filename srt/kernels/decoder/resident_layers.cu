@@ -357,10 +357,12 @@ __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 selector) {
 }
 constexpr u32 FIRST_TWO = 0x9180, LAST_TWO = 0xB3A2;
 constexpr float X_FACTOR = BITS == 8 ? 0x1p64f : 1.0f;
-constexpr float PRODUCT_FACTOR = BITS == 8 ? 0x1p56f : 1.0f;
+constexpr float PRODUCT_FACTOR = BITS == 8 ? 0x1p56f : 0x1p65f;
 
-// Two 4-bit numbers, each in the last bits of 128.
-__device__ __forceinline__ u32 from_halves(u32 spread) { return (spread & 0x000F000F) | 0x43004300; }
+// Two 4-bit numbers as bfloat16, divided by 2 ** 133 or, from the high halves of bytes, by 2 ** 129: their bits stay where they are. x is
+// multiplied by 2 ** 68 or 2 ** 64 in turn.
+__device__ __forceinline__ u32 from_low_halves(u32 bytes) { return bytes & 0x000F000F; }
+__device__ __forceinline__ u32 from_high_halves(u32 bytes) { return bytes & 0x00F000F0; }
 
 // Stores 4 columns of x, from column 4 * i on, where the lanes read them that multiply them: see `multiply`. Sums up x beside 4-bit numbers.
 __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u32 high) {
@@ -372,7 +374,8 @@ __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u3
   } else {
     const int word = i % 4, is_second = i / 4 % 2;
     to += word / 2 * 32 + word % 2 * 2 + is_second;
-    to[0] = permuted(low, high, 0x5410), to[4] = permuted(low, high, 0x7632);
+    const u32 factors = is_second ? 0x5F805F80 : 0x61806180;
+    to[0] = product_of_pairs(permuted(low, high, 0x5410), factors), to[4] = product_of_pairs(permuted(low, high, 0x7632), factors);
     const float sum = sum_over(low_of(low) + high_of(low) + low_of(high) + high_of(high), 32);
     if (threadIdx.x % 32 == 0) memory.x_sums[i / 32] = sum;
   }
@@ -548,8 +551,8 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
           const u32 pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            multiply_pairs(sums[j % 2], from_halves(four[j]), from_halves(four[j] >> 8), from_halves(four[j] >> 4),
-                           from_halves(four[j] >> 12), pairs[j][0], pairs[j][1]);
+            multiply_pairs(sums[j % 2], from_low_halves(four[j]), from_low_halves(four[j] >> 8), from_high_halves(four[j]),
+                           from_high_halves(four[j] >> 8), pairs[j][0], pairs[j][1]);
           }
         }
       }
@@ -562,11 +565,11 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
       if (BITS == 8) {
         total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
       } else {
-        float zero = 128 + 8;
+        float zero = 8;
 #if HAS_ZEROS
-        zero = 128 + ((const short*)zeros)[at];
+        zero = ((const short*)zeros)[at];
 #endif
-        total += float_of(((const u16*)scales)[at]) * (sum - zero * memory.x_sums[summed]);
+        total += float_of(((const u16*)scales)[at]) * (sum * PRODUCT_FACTOR - zero * memory.x_sums[summed]);
       }
     }
     __syncwarp();
