@@ -52,7 +52,8 @@ constexpr int X_ROW = WIDEST / CHUNK * X_SLICE;
 constexpr int MOST_CHUNKS = larger(larger(UNITS[PACKED] * SLICES[PACKED], UNITS[OUTPUT] * SLICES[OUTPUT]),
                                    larger(UNITS[GATES] * SLICES[GATES], UNITS[DOWN] * SLICES[DOWN]));
 
-constexpr int ATTENDING = GROUP <= 2 ? WARPS : WARPS / 2;  // number of warps for whose results there is room
+// Number of warps for whose results there is room: all, or half where bfloat16 fills the ring.
+constexpr int ATTENDING = GROUP <= 2 || IS_PACKED ? WARPS : WARPS / 2;
 constexpr int FINISHING = 4;  // lanes that sum up two numbers of a product
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int AHEAD = 2;  // turns of attention whose keys and values are loaded together

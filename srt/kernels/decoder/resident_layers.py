@@ -194,7 +194,7 @@ class ResidentVariant:
         columns = packed * self.hidden, of_hidden * self.query_width, 2 * of_inner * self.hidden, of_hidden * self.inner
         parts = 4 * max(columns) // self.chunk * self.rows * _UNIT
         parts += 4 * (widest // _SUMMED if self.form.bits == 4 else 1)
-        attending = _WARPS if self.group <= 2 else _WARPS // 2
+        attending = _WARPS if self.group <= 2 or is_packed else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
         norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
         scales = self._layers_ahead * self._scale_bytes + (256 if is_packed else 0)  # with zeros, and for alignment
