@@ -200,7 +200,7 @@ class ServerArgs(LoraOptions):
     speculative_algorithm: str | None = option(
         None,
         "draft several tokens and verify them in one step, on a CPU or one GPU; NGRAM: what followed the same tokens earlier in the"
-        " request; STANDALONE: what a smaller model draws; EAGLE3, on a CPU: what a head draws that reads the model's hidden states",
+        " request; STANDALONE: what a smaller model draws; EAGLE3: what a head draws that reads the model's hidden states",
         group=SPECULATION,
         choices=SPECULATIVE_ALGORITHMS,
     )

@@ -339,8 +339,6 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
 def check_head(args: ServerArgs, head_folder: Path, config: ModelConfig) -> None:
     """Raise StartError or ModelError if a head cannot draft from this model's hidden states here."""
     option = "--speculative-algorithm EAGLE3"
-    if not runs_on_cpu(args):
-        raise StartError(f"{option} drafts on a CPU only: choose another algorithm, or serve with --device cpu.")
     if config.implementation == "transformers":
         raise StartError(f"{option} does not support the layers of the library transformers: choose another algorithm.")
     if config.scales != NO_SCALES:
