@@ -15,7 +15,7 @@ COUNTED_ROWS: Final = 32  # rows of a trial, over all of its steps, if that is p
 MANY_ROWS: Final = 32  # from this number on, drafts have to show first that they bring something
 MEMORY: Final = 0.95  # factor by which a step loses weight with each later one
 GAIN: Final = 1.02  # less is no reason to change
-GAIN_BESIDE_FEW: Final = 1.1  # likewise, to leave drafts of few rows: these cost little, and times and luck vary much
+GAIN_OF_FEWER: Final = 1.15  # likewise, to bring fewer drafts of few rows: these cost little, and times and luck vary much
 CLEAR_LOSS: Final = 0.8  # with less than this share a trial ends early
 SURE_STEPS: Final = 4  # but not before this number of steps
 CLEAR_GAIN: Final = 1.2  # less may be chance: look again soon
@@ -103,10 +103,15 @@ class _Band:
     def _is_clear_loss(self) -> bool:
         return self._num_answered >= SKIPPED + SURE_STEPS and self._gain() < CLEAR_LOSS
 
+    def _least_gain(self, tried: int) -> float:
+        if self._is_large:
+            return GAIN
+        return GAIN_OF_FEWER if tried > self.level else 1.0
+
     def _conclude(self) -> None:
         gain = self._gain()
         tried, self.tried, self._num_skipped = self.tried, -1, SKIPPED
-        if gain <= (GAIN_BESIDE_FEW if tried == self._plain and not self._is_large else GAIN):
+        if gain <= self._least_gain(tried):
             lost = self._rate.lost_steps(self._trial_tokens, self._trial_us)
             self._waits[tried] = max(self._intervals[tried], min(int(lost / LOST_SHARE), MOST_INTERVAL))
             self._intervals[tried] = min(2 * self._intervals[tried], MOST_INTERVAL)
