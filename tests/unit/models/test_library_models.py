@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.ops import LayerOps, Norm
+from srt.layers.ops import TORCH_OPS, LayerOps, Norm
+from srt.models.library import library_model
 from srt.models.library.kernels import use_ops
 from srt.models.library.library_model import LibraryCausalLM
 from srt.utils.model_config import ModelConfig
@@ -169,7 +170,10 @@ def test_what_our_attention_cannot_do_is_refused_by_name(
         build(tmp_path, model_type, **fields)
 
 
-def test_experts_on_a_gpu_are_refused_in_other_types_than_bfloat16(tmp_path: Path) -> None:
+def test_experts_on_a_gpu_are_refused_in_other_types_than_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_model, "layer_ops", lambda device: TORCH_OPS)  # a GPU's cannot be built here
     with pytest.raises(ModelError, match="choose --dtype bfloat16"):
         build(tmp_path, "qwen2_moe", "cuda", **SERVED["qwen2_moe"])
     build(tmp_path, "qwen2", "cuda")
