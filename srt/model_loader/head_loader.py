@@ -41,5 +41,6 @@ def load_eagle3_head(
     else:
         stored = [piece for piece in pieces if piece.name in headers]
         copy_weights(headers, stored, device, lambda done, total: None)
+        head.check_vocabulary()
     finish(head, dtype, device)
     return head.eval()

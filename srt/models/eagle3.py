@@ -41,7 +41,6 @@ class DraftVocabulary(WeightedModule):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.offsets = nn.Parameter(torch.empty(size, dtype=torch.int32), requires_grad=False)
-        self.is_stored = False
 
     @property
     def tokens(self) -> Tensor:
@@ -142,6 +141,12 @@ class Eagle3Head(nn.Module):
         if any(name.startswith("layers.0.") for name in names):
             pieces = [replace(piece, name=piece.name.replace("midlayer.", "layers.0.", 1)) for piece in pieces]
         return pieces
+
+    def check_vocabulary(self) -> None:
+        """Raise ModelError if d2t names a token that the model does not have."""
+        tokens, size = self.d2t.tokens, self._config.target_vocab_size
+        if self.lm_head is not None and bool(((tokens < 0) | (tokens >= size)).any()):
+            raise ModelError(f"The head's d2t names tokens outside the model's vocabulary of {size}.")
 
     def fuse(self, inputs: Tensor) -> Tensor:
         """Return one vector for the concatenated hidden states of the model at each token."""

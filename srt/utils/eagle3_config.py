@@ -95,6 +95,8 @@ def _made(
     if flags.get("fc_norm"):
         raise ModelError("config.json: fc_norm is not supported, only norm_before_fc.")
     draft_vocab = positive_int(raw, "draft_vocab_size") if raw.get("draft_vocab_size") else vocab_size
+    if draft_vocab > vocab_size:
+        raise ModelError(f"config.json: draft_vocab_size {draft_vocab} is larger than vocab_size, {vocab_size}.")
     values = {
         **layer,
         "num_hidden_layers": 1,

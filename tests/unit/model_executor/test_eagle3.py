@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from srt.kernels.cpu import decode_step
 from srt.model_executor.step.step_output import VerifiedOnDevice
@@ -15,6 +16,7 @@ from srt.protocol.messages import GenerateRequest, LogprobSpec, int32_array
 from srt.sampling.sampling_params import SamplingParams
 from srt.speculative.drafter import Ints
 from srt.utils.checkpoint import resolve_model_path
+from srt.utils.model_error import ModelError
 from srt.utils.tokenizer import load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.drafted_engine import Answers, answers_of, check_equal, engine_of, requests_of
@@ -143,3 +145,12 @@ def test_drafts_ahead_of_results_rest_on_the_accepted_tokens(monkeypatch: pytest
     assert watched.num_ahead > 5
     assert watched.num_compared > 20
     assert watched.num_different == 0
+
+
+def test_a_head_for_tokens_that_the_model_lacks_is_refused(folder: Path, tmp_path: Path) -> None:
+    head = make_head(folder, tmp_path / "head", draft_vocab=300, taps=TAPS)
+    weights = load_file(head / "model.safetensors")
+    weights["d2t"][-1] = 10**6
+    save_file(weights, head / "model.safetensors")
+    with pytest.raises(ModelError, match="d2t names tokens outside the model's vocabulary of 512"):
+        engine_of(folder, 16, **eagle3(head))

@@ -53,6 +53,7 @@ def test_a_head_that_names_no_layers_reads_the_usual_ones(checkpoint: Checkpoint
         ({"fc_norm": True}, "fc_norm is not supported"),
         ({"target_hidden_size": 128}, "reads hidden states of 128 values, and the model's have 64"),
         ({"vocab_size": 1024, "draft_vocab_size": 512}, "a vocabulary of 1024 tokens, and the model's has 512"),
+        ({"draft_vocab_size": 99999}, "draft_vocab_size 99999 is larger than vocab_size, 512"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 5]}}, "which a model of 2 layers lacks"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "must list layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "reads no hidden states of three layers"),
