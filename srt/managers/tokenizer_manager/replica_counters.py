@@ -25,7 +25,7 @@ def _combined(name: str, values: list[Scalar]) -> Scalar:
         return values[0]
     if isinstance(values[0], bool):
         return any(values)
-    if name.startswith("max_"):
+    if name.startswith("max_") or name == "row_tokens":
         return max(numbers)
     return sum(numbers) / len(numbers) if _is_averaged(name) else sum(numbers)
 

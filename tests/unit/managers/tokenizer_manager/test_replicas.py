@@ -231,9 +231,22 @@ def test_control_calls_reach_all_replicas_and_a_pause_needs_all_of_them(play: Ca
         asking = asyncio.ensure_future(manager.get_state())
         for number, scheduler in enumerate((first, second)):
             call_of_state = await scheduler.expect(GetState)
-            values = {"num_steps": 5, "page_size": 16, "decode_step_us": 2 * number, "is_paused": number == 1}
+            values = {
+                "num_steps": 5,
+                "page_size": 16,
+                "decode_step_us": 2 * number,
+                "is_paused": number == 1,
+                "row_tokens": 5,
+            }
             scheduler.send(ControlReply(call_of_state.call, True, "", {**values, "max_rows_in_step": number}))
-        combined = {"num_steps": 10, "page_size": 16, "decode_step_us": 1.0, "is_paused": True, "max_rows_in_step": 1}
+        combined = {
+            "num_steps": 10,
+            "page_size": 16,
+            "decode_step_us": 1.0,
+            "is_paused": True,
+            "row_tokens": 5,
+            "max_rows_in_step": 1,
+        }
         assert await asking == (True, "", combined)
         first.close()
         await until(lambda: len(manager._serving()) == 1)
