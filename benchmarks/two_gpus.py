@@ -114,7 +114,7 @@ def generate(runtime: Runtime, prompts: list[list[int]], lengths: list[int]) -> 
 
 
 def step_ms(runtime: Runtime, rng: np.random.Generator, rows: int, num_steps: int = 200) -> float:
-    """Return the milliseconds of a step in which so many rows decode, behind 128 to 328 tokens; the best of two rounds."""
+    """Return the milliseconds of a step in which `rows` rows decode, behind 128 to 328 tokens; the best of two rounds."""
     rounds = []
     for _ in range(2):
         short, long = (generate(runtime, prompts_of(rng, [128] * rows), [count] * rows) for count in (1, 1 + num_steps))

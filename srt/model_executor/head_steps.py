@@ -1,8 +1,8 @@
 """The steps of a head that drafts from a model's hidden states (EAGLE-3), beside the model's own, on its tables.
 
 A head has an entry of keys and values for each token but the first: it is computed from the token and the fused hidden states of the token
-before. It lies where the token's own keys and values lie, in pages of the same numbers, and depends on no later token. So whoever has a
-cached prefix has the head's entries of it.
+before. It lies where the token's own keys and values lie, in pages of the same numbers, and depends on no later token. So a cached prefix
+has the head's entries, but for tokens that were decoded in steps without drafts.
 """
 
 from __future__ import annotations
