@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from srt.managers.process.watchdog import TOKENS_PER_TIMEOUT
-from srt.protocol.engine_work import CaptureGraph, InspectWeights, LoadWeights
+from srt.protocol.engine_work import CaptureGraph, EngineWork
 from srt.protocol.messages import StepPlan, ToWorker, WorkPlan
 
-LOAD_TIMEOUTS = 60  # time-outs that loading or hashing weights may take: disks differ
+CHANGE_TIMEOUTS = 60  # time-outs that work may take which clients ask for: disks differ, and trainers are waited for
 CAPTURE_TIMEOUTS = 10  # time-outs that a capture may take: it may compile kernels
 
 
@@ -86,8 +86,8 @@ class StepDeadline:
 def _timeouts(message: StepPlan | WorkPlan) -> float:
     if isinstance(message, WorkPlan) and isinstance(message.work, CaptureGraph):
         return CAPTURE_TIMEOUTS
-    if isinstance(message, WorkPlan) and isinstance(message.work, LoadWeights | InspectWeights):
-        return LOAD_TIMEOUTS
+    if isinstance(message, WorkPlan) and isinstance(message.work, EngineWork):
+        return CHANGE_TIMEOUTS
     return max(1.0, _num_tokens(message) / TOKENS_PER_TIMEOUT)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from srt.managers.tokenizer_manager.api_types import RequestError
+from srt.protocol.engine_work import JoinUpdateGroup, ReceiveWeights, UpdateWeights
 from srt.protocol.messages import ControlReply, FromFrontend
 
 
@@ -47,12 +49,24 @@ class ControlCalls:
             answer.set_result(reply)
 
     def send_again(self) -> None:
-        """Send all open calls to a new scheduler; the one they were sent to is gone."""
-        for message, _ in self._open.values():
-            self._send(message)
+        """Send all open calls to a new scheduler; the one they were sent to is gone.
+
+        Those that need a trainer's process group fail: the trainer has met the ranks that are gone, and must begin again.
+        """
+        for message, answer in self._open.values():
+            if not _needs_trainer(message):
+                self._send(message)
+            elif not answer.done():
+                answer.set_exception(
+                    RequestError(503, "The engine was replaced: call /init_weights_update_group again.")
+                )
 
     def fail(self, error: Exception, kinds: tuple[type, ...] = (object,)) -> None:
         """Raise `error` in the open calls of these kinds: no reply will come."""
         for message, answer in self._open.values():
             if isinstance(message, kinds) and not answer.done():
                 answer.set_exception(error)
+
+
+def _needs_trainer(message: FromFrontend) -> bool:
+    return isinstance(message, UpdateWeights) and isinstance(message.work, JoinUpdateGroup | ReceiveWeights)

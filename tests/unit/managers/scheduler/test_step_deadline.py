@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from srt.managers.scheduler.step_deadline import StepDeadline
-from srt.protocol.engine_work import CaptureGraph, InspectTables
+from srt.protocol.engine_work import (
+    CaptureGraph,
+    EngineWork,
+    InspectTables,
+    JoinUpdateGroup,
+    LeaveUpdateGroup,
+    LoadWeights,
+    ReceiveWeights,
+    ReleaseMemory,
+    ResumeMemory,
+)
 from srt.protocol.messages import PageDelta, PlanSection, StepPlan, WorkPlan, int32_array
 
 
@@ -47,6 +59,24 @@ def test_a_capture_may_take_longer_since_it_may_compile_but_not_for_ever() -> No
     deadline.sent(WorkPlan(1, CaptureGraph()), 0.0)
     assert deadline.complaint(299.9) is None
     assert deadline.complaint(300.0) is not None
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        LoadWeights("new"),
+        JoinUpdateGroup("group", "host", 1, 1, 2, ""),
+        ReceiveWeights("group", ["norm"], ["F32"], [[1]], False),
+        LeaveUpdateGroup("group"),
+        ReleaseMemory(["weights"]),
+        ResumeMemory(["weights"]),
+    ],
+)
+def test_disks_and_trainers_may_take_long_but_not_for_ever(work: EngineWork) -> None:
+    deadline = StepDeadline(30.0, 1)
+    deadline.sent(WorkPlan(1, work), 0.0)
+    assert deadline.complaint(1799.9) is None
+    assert deadline.complaint(1800.0) is not None
 
 
 def test_who_is_late_is_named_with_the_step_and_the_option() -> None:

@@ -30,6 +30,7 @@ from srt.managers.tokenizer_manager.api_types import (
 from srt.managers.tokenizer_manager.detokenizer import OutputText, TextDelta
 from srt.managers.tokenizer_manager.text_codec import LONG_TEXT_CHARS
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager, seed_source
+from srt.protocol.engine_work import JoinUpdateGroup, LoadWeights, ReceiveWeights, UpdateWeights
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -517,6 +518,31 @@ def test_the_next_scheduler_is_asked_to_go_on_with_all_that_has_no_answer(play: 
             assert [list(update.ids) for update in (*await collecting, *await held.collect())] == [ids, ids]
             assert (await flushing)[0]
             assert manager.is_ready
+            assert not successor.has_received()
+
+    play(story)
+
+
+def test_calls_that_need_a_trainer_are_not_sent_again(play: Callable[..., None]) -> None:
+    """The trainer has met the ranks that are gone: the next ones would wait in vain."""
+
+    async def story(manager: TokenizerManager, scheduler: FakeScheduler) -> None:
+        receive = ReceiveWeights("group", ["norm"], ["F32"], [[1]], False)
+        failing: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(manager.ask_ranks(JoinUpdateGroup("group", "host", 1, 1, 2, ""))),
+            asyncio.ensure_future(manager.update_weights(receive, "", aborts=False)),
+        ]
+        updating = asyncio.ensure_future(manager.update_weights(LoadWeights("new"), "", aborts=False))
+        *_, update = [await scheduler.expect(UpdateWeights) for _ in range(3)]
+        async with replaced(manager, scheduler) as successor:
+            await successor.welcome()
+            assert await successor.expect(UpdateWeights) == update
+            for one in failing:
+                with pytest.raises(RequestError, match="call /init_weights_update_group again") as told:
+                    await one
+                assert told.value.status == 503
+            successor.send(ControlReply(update.call, True, "", {}))
+            assert (await updating)[0]
             assert not successor.has_received()
 
     play(story)
