@@ -44,7 +44,8 @@ class UpdateGroup:
     ) -> None:
         """Meet the other ranks at a port of rank 0's host. `report` is called again and again while they are awaited.
 
-        UpdateGroupError if they do not come within `timeout_s`, or if a later transfer takes longer than that.
+        UpdateGroupError if they do not come within `timeout_s`, at once if the host is not known; and later by `broadcast` if a
+        tensor takes longer than `timeout_s`.
         """
         self._name = name
         self._backend: Backend = backend
@@ -64,6 +65,8 @@ class UpdateGroup:
         while thread.is_alive() and time.monotonic() < deadline_s:
             thread.join(POLL_S)
             report()
+        if failed and isinstance(failed[0], UpdateGroupError):
+            raise failed[0]
         if not opened:
             reason = f": {_first_line(failed[0])}" if failed else ""
             raise UpdateGroupError(
@@ -130,6 +133,8 @@ def _await_port(address: str, port: int, timeout_s: float) -> None:
         try:
             socket.create_connection((address, port), timeout_s).close()
             return
+        except (socket.gaierror, ValueError) as error:  # ValueError: what cannot be a name at all
+            raise UpdateGroupError(f"The host {address[:200]!r} is not known: {_first_line(error)}") from error
         except OSError:
             if time.monotonic() > deadline_s:
                 raise
