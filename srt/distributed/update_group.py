@@ -83,13 +83,15 @@ class UpdateGroup:
         """Send these tensors, or fill them with what rank 0 sends, one after the other. All ranks give the same types and shapes."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
-        deadline_s = time.monotonic() + self._timeout_s
+        # As bytes, because gloo knows no floats of 8 bits.
+        parts = [one.view(torch.uint8) if one.dtype.itemsize == 1 else one for one in tensors]
         try:
-            for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+            for work in [self._group.broadcast([part], options) for part in parts]:
+                deadline_s = time.monotonic() + self._timeout_s
                 while not work.is_completed():
                     if time.monotonic() > deadline_s:
                         raise UpdateGroupError(
-                            f"The tensors did not come through the group {self._name} within {self._timeout_s:.0f} s."
+                            f"A tensor did not come through the group {self._name} within {self._timeout_s:.0f} s."
                         )
                     time.sleep(POLL_S)
                     report()

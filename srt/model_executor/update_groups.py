@@ -14,6 +14,10 @@ from srt.model_loader.weight_copy import DTYPES
 from srt.protocol.engine_work import JoinUpdateGroup, ReceiveWeights
 from srt.utils.errors import UpdateError
 
+END_MARK = bytes.fromhex("a5ff" * 4)
+"""What the ends of tensors hold before they are received: as floats of 16 and 32 bits, NaNs that no computation makes."""
+SMALL_END_BYTES = 4  # compared where an element has one byte, because any byte may be one that was sent
+
 
 class UpdateGroups:
     """Owner of this rank's groups, by name. All ranks of a replica have the same ones."""
@@ -60,7 +64,8 @@ class UpdateGroups:
         error, tensors = "", {}
         try:
             tensors = _received(self._groups[work.group], work, report)
-        except (UpdateGroupError, MemoryError, RuntimeError) as reason:  # the last is PyTorch's for too little memory
+        # RuntimeError is PyTorch's for too little memory.
+        except (UpdateGroupError, UpdateError, MemoryError, RuntimeError) as reason:
             error = str(reason)
         if not self._tp.min_int(int(not error)):
             self.leave(work.group)
@@ -81,11 +86,29 @@ def _received(group: UpdateGroup, work: ReceiveWeights, report: Callable[[], Non
             torch.empty(shape, dtype=kind, device=group.device_type)
             for shape, kind in zip(work.shapes, kinds, strict=True)
         ]
-        group.broadcast(tensors, report)
+        _fill(group, tensors, kinds, report)
         return dict(zip(work.names, tensors, strict=True))
     sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(work.shapes, kinds, strict=True)]
     joined = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device_type)
-    group.broadcast([joined], report)
+    _fill(group, [joined], kinds[-1:], report)
     # Cloned, because a view of another type must begin at a multiple of its size.
     parts = [part.clone().view(kind) for part, kind in zip(joined.split(sizes), kinds, strict=True)]
     return {name: part.view(shape) for name, part, shape in zip(work.names, parts, work.shapes, strict=True)}
+
+
+def _fill(group: UpdateGroup, tensors: list[Tensor], kinds: list[torch.dtype], report: Callable[[], None]) -> None:
+    """Receive these tensors, which end with an element of these `kinds`. UpdateError if one was not filled to its end."""
+    mark = torch.frombuffer(bytearray(END_MARK), dtype=torch.uint8).to(group.device_type)
+    ends = [end for tensor, kind in zip(tensors, kinds, strict=True) if len(end := _end_of(tensor, kind))]
+    for end in ends:
+        end.copy_(mark[-len(end) :])
+    group.broadcast(tensors, report)
+    if any(torch.equal(end, mark[-len(end) :]) for end in ends):
+        raise UpdateError("The trainer sent fewer numbers than it announced.")
+
+
+def _end_of(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """Return the bytes of the last element, or of several if they are small; none if the tensor has fewer."""
+    data = tensor.view(-1).view(torch.uint8)
+    size = kind.itemsize if kind.itemsize > 1 else SMALL_END_BYTES
+    return data[-size:] if len(data) >= size else data[:0]
