@@ -75,7 +75,7 @@ class ReceiveBody(RequestBody):
 
 
 async def init_weights_update_group(exchange: Exchange, service: Service) -> None:
-    """Join the group of a trainer, which must create its side meanwhile; a 400 if it has not within a minute."""
+    """Join the group of a trainer, which must create its side meanwhile; a 400 if it has not within about a minute."""
     await exchange.send_json(await join(InitGroupBody.parse(await exchange.read_json()), service))
 
 
@@ -132,6 +132,9 @@ async def receive(body: ReceiveBody, service: Service) -> UpdatedWeights:
         raise bad_parameter("dtypes", f"may be {', '.join(DTYPES)}, not {show(unknown[0])}")
     if any(size < 0 for shape in body.shapes for size in shape):
         raise bad_parameter("shapes", "must have no negative number")
+    # Without the zeros, because PyTorch multiplies the other sizes of an empty tensor, too.
+    if any(math.prod(size for size in shape if size) >= 1 << 63 for shape in body.shapes):
+        raise bad_parameter("shapes", "must have sizes whose product is below 2 ** 63")
     codes = [DTYPES[one] for one in dtypes]
     if sum(math.prod(s) * ITEM_BYTES[c] for s, c in zip(body.shapes, codes, strict=True)) > MAX_BUCKET_BYTES:
         raise bad_parameter("shapes", f"may have {MAX_BUCKET_BYTES >> 30} GiB in all: send several calls")

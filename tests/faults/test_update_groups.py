@@ -210,7 +210,7 @@ def test_a_trainer_that_dies_in_the_middle_leaves_the_old_weights(
         ("/update_weights_from_distributed", {"dtypes": ["float31"]}, "dtypes may be float64"),
         ("/update_weights_from_distributed", {"shapes": []}, "must have as many entries"),
         ("/update_weights_from_distributed", {"shapes": [[-1]]}, "no negative number"),
-        ("/update_weights_from_distributed", {"shapes": [[1 << 40, 1 << 40]]}, "send several calls"),
+        ("/update_weights_from_distributed", {"shapes": [[1 << 40]]}, "send several calls"),
         ("/update_weights_from_distributed", {"flush_cache": False}, "flush_cache must be true"),
         ("/update_weights_from_distributed", {}, "There is no group 'weight_update_group'"),
         ("/destroy_weights_update_group", {}, "There is no group 'weight_update_group'"),

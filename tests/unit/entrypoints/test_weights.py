@@ -10,6 +10,7 @@ import pytest
 from srt.protocol.engine_work import LoadWeights
 from tests.unit.entrypoints.fake_engine import World
 
+GROUP = "/update_weights_from_distributed"
 DISK, TENSORS = "/update_weights_from_disk", "/update_weights_from_tensor"
 FILE = {"content-type": "application/octet-stream"}
 
@@ -88,3 +89,11 @@ def test_another_name_is_in_later_answers(aborts: bool) -> None:
     assert world.engine.aborted_labels == [""] * aborts
     assert world.post("/generate", {"text": "hi"}).json()["meta_info"]["weight_version"] == "three"
     assert world.get("/model_info").json()["weight_version"] == "three"
+
+
+@pytest.mark.parametrize("shape", [[1 << 63, 0], [0, 1 << 40, 1 << 40], [(1 << 64) - 1]])
+def test_shapes_that_no_tensor_can_have_are_refused(shape: list[int]) -> None:
+    world = World()
+    answer = world.post(GROUP, {"names": ["a"], "dtypes": ["uint8"], "shapes": [shape]})
+    assert answer.status_code == 400 and "must have sizes whose product is below 2 ** 63" in answer.text
+    assert world.engine.updates == []
