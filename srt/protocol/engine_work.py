@@ -81,10 +81,10 @@ class LeaveUpdateGroup(Wire, frozen=True, tag=8):
     name: str
 
 
-WeightsSight = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup
+SameWeights = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup
 """Work that leaves the weights as they are."""
 NewWeights = LoadWeights | ReceiveWeights
-WeightsWork = NewWeights | WeightsSight
+WeightsWork = NewWeights | SameWeights
 
 
 class ReleaseMemory(Wire, frozen=True, tag=9):
@@ -136,7 +136,7 @@ class UpdateWeights(Wire, frozen=True, tag=12):
     """Replace the weights, and forget all cached prefixes. Answered by ControlReply when all ranks have done it, or none.
 
     Meanwhile no step is planned. Running requests are ended if `aborts`. Otherwise, unless a pause keeps them where they are, they are
-    preempted, so that all of their keys and values are computed again. A WeightsSight leaves requests and cache as they are. MemoryWork
+    preempted, so that all of their keys and values are computed again. SameWeights leave requests and cache as they are. MemoryWork
     is asked for in the same way: after a ReleaseMemory no step is planned until all memory is back.
     """
 

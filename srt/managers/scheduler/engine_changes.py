@@ -19,8 +19,8 @@ from srt.protocol.engine_work import (
     LoadWeights,
     ReleaseMemory,
     ResumeMemory,
+    SameWeights,
     UpdateWeights,
-    WeightsSight,
     WeightsSource,
     WeightVersion,
 )
@@ -62,7 +62,7 @@ class EngineChanges:
         work = None if self._change is None else self._change.work
         if isinstance(work, ReleaseMemory):
             return "kv_cache" not in work.tags
-        return self.pauses.is_on or isinstance(work, WeightsSight | ResumeMemory)
+        return self.pauses.is_on or isinstance(work, SameWeights | ResumeMemory)
 
     def why_refused(self, *, is_draining: bool) -> str:
         """Return why a new request must be refused for now; empty if it need not."""
@@ -130,7 +130,7 @@ class EngineChanges:
         if change.errors:
             return _answer(change, ControlReply(change.call, False, change.errors[0], {}), clients)
         work = change.work
-        if isinstance(work, WeightsSight):
+        if isinstance(work, SameWeights):
             return _answer(change, ControlReply(change.call, True, "", change.values), clients)
         if isinstance(work, ReleaseMemory | ResumeMemory):
             return self._finish_loan(work, change, core, clients)

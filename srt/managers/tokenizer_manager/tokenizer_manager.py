@@ -43,7 +43,7 @@ from srt.managers.tokenizer_manager.request_ledger import Convictions
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
 from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
 from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
-from srt.protocol.engine_work import MemoryWork, NewWeights, SetWeightVersion, UpdateWeights, WeightsSight
+from srt.protocol.engine_work import MemoryWork, NewWeights, SameWeights, SetWeightVersion, UpdateWeights
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
     AbortLabel,
@@ -473,7 +473,7 @@ class TokenizerManager:
         counts = [reply.values.get("num_paused_requests", 0) for reply in replies.values()]
         return done, sentence.strip(), sum(count for count in counts if isinstance(count, int))
 
-    async def ask_ranks(self, work: WeightsSight | MemoryWork) -> dict[int, ControlReply]:
+    async def ask_ranks(self, work: SameWeights | MemoryWork) -> dict[int, ControlReply]:
         """Let the ranks of every replica do work that leaves the weights as they are; return their answers by replica."""
         return await self._call(lambda call: UpdateWeights(call, work, "", aborts=False))
 

@@ -12,9 +12,9 @@ from srt.protocol.engine_work import (
     LeaveUpdateGroup,
     LoadWeights,
     ReceiveWeights,
+    SameWeights,
     SetWeightVersion,
     UpdateWeights,
-    WeightsSight,
     WeightsSource,
     WeightVersion,
 )
@@ -146,7 +146,7 @@ def test_who_looks_at_the_weights_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "work", [JoinUpdateGroup("group", "host", 1, 1, 3, ""), LeaveUpdateGroup("group")], ids=["join", "leave"]
 )
-def test_joining_and_leaving_a_group_leaves_requests_and_weights_as_they_are(work: WeightsSight) -> None:
+def test_joining_and_leaving_a_group_leaves_requests_and_weights_as_they_are(work: SameWeights) -> None:
     host = running(tp_size=2)
     host.say(replace(update(), work=work, version=""))
     host.run()
