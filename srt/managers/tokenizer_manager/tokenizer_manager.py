@@ -475,7 +475,12 @@ class TokenizerManager:
 
     async def ask_ranks(self, work: SameWeights | MemoryWork) -> dict[int, ControlReply]:
         """Let the ranks of every replica do work that leaves the weights as they are; return their answers by replica."""
-        return await self._call(lambda call: UpdateWeights(call, work, "", aborts=False))
+        if isinstance(work, MemoryWork):
+            self._check_all_serve()
+        replies = await self._call(lambda call: UpdateWeights(call, work, "", aborts=False))
+        if isinstance(work, MemoryWork) and len(replies) < self.num_replicas:
+            raise RequestError(503, "A replica ended meanwhile, and its memory is as before: call again.")
+        return replies
 
     async def rename_weights(self, version: str) -> None:
         """Give the present weights another name."""

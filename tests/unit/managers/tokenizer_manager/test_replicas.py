@@ -15,6 +15,7 @@ import pytest
 from srt.managers.tokenizer_manager.api_types import EngineDied, GenerateInput, RequestError
 from srt.managers.tokenizer_manager.request_ledger import CONVICTION
 from srt.managers.tokenizer_manager.tokenizer_manager import RequestHandle, TokenizerManager
+from srt.protocol.engine_work import MemoryWork, ReleaseMemory, ResumeMemory, UpdateWeights
 from srt.protocol.messages import (
     Abort,
     AbortLabel,
@@ -253,6 +254,24 @@ def test_control_calls_reach_all_replicas_and_a_pause_needs_all_of_them(play: Ca
         for needing_all in (manager.pause("abort"), manager.resume()):
             with pytest.raises(RequestError, match=r"Replica 0 is being replaced\."):
                 await needing_all
+
+    play(story)
+
+
+@pytest.mark.parametrize("work", [ReleaseMemory(["weights"]), ResumeMemory(["weights"])])
+def test_memory_is_lent_by_all_replicas_or_the_caller_is_told(play: Callable[[Story], None], work: MemoryWork) -> None:
+    async def story(manager: TokenizerManager, first: FakeScheduler, second: FakeScheduler) -> None:
+        asking = asyncio.ensure_future(manager.ask_ranks(work))
+        for scheduler in (first, second):
+            call = await scheduler.expect(UpdateWeights)
+        second.send(ControlReply(call.call, True, "", {}))
+        first.close()
+        await until(lambda: len(manager._serving()) == 1)
+        with pytest.raises(RequestError, match=r"Replica 0 is being replaced\."):
+            await manager.ask_ranks(work)
+        manager.engine_changed(EngineLost(0, by_request=False, is_final=True))  # its reply will never come
+        with pytest.raises(RequestError, match="A replica ended meanwhile, and its memory is as before"):
+            await asking
 
     play(story)
 
