@@ -97,8 +97,10 @@ class EngineChanges:
             refusal = "Weights and memory stay as they are: the server is shutting down and finishes its requests."
         elif self._change is not None:
             refusal = "Weights cannot be updated now: another update is under way. Try again when it is done."
-        elif "weights" in self._ledger.released and not isinstance(asked.work, _WITHOUT_WEIGHTS):
-            refusal = "The memory of the weights is released: call /resume_memory_occupation first."
+        elif "weights" in self._ledger.released and not (
+            isinstance(asked.work, _WITHOUT_WEIGHTS) or _is_whole(asked.work)
+        ):
+            refusal = "The memory of the weights is released: call /resume_memory_occupation or /update_weights_from_disk first."
         else:
             self._change = EngineChange(client, asked.call, self._completed(asked.work), asked.version)
             return []
@@ -140,7 +142,8 @@ class EngineChanges:
         if isinstance(work, LoadWeights) and not work.is_partial:
             source = WeightsSource(work.folder, str(change.values["files"]))
         version = change.version or self._ledger.weight_version
-        effects = self._become(replace(self._ledger, weights=source, weight_version=version), clients)
+        ledger = replace(self._resumed(["weights"]), weights=source, weight_version=version)
+        effects = self._become(ledger, clients)
         num_paused = core.planner.num_waiting + core.slots.num_used
         reply = ControlReply(change.call, True, "", {"num_paused_requests": num_paused})
         return [*effects, *_answer(change, reply, clients)]
@@ -148,15 +151,28 @@ class EngineChanges:
     def _finish_loan(
         self, work: ReleaseMemory | ResumeMemory, change: EngineChange, core: SchedulerCore, clients: dict[int, Client]
     ) -> list[Effect]:
-        if isinstance(work, ReleaseMemory):
-            released, refuses = [*self._ledger.released, *work.tags], work.refuses_requests
+        if isinstance(work, ResumeMemory):
+            ledger = self._resumed(work.tags)
+        else:
+            released = [*self._ledger.released, *work.tags]
+            refuses = work.refuses_requests or self._ledger.refuses_requests  # until all is back, whoever asked for it
             if "kv_cache" in work.tags:
                 core.memory.retire(core.planner.running())
-        else:
-            released = [tag for tag in self._ledger.released if tag not in work.tags]
-            refuses = bool(released) and self._ledger.refuses_requests
-        effects = self._become(replace(self._ledger, released=released, refuses_requests=refuses), clients)
+            ledger = replace(self._ledger, released=released, refuses_requests=refuses)
+        effects = self._become(ledger, clients)
         return [*effects, *_answer(change, ControlReply(change.call, True, "", change.values), clients)]
+
+    def _resumed(self, tags: list[str]) -> EngineLedger:
+        """Return the ledger with the memory of these parts taken back."""
+        released = [tag for tag in self._ledger.released if tag not in tags]
+        return replace(
+            self._ledger, released=released, refuses_requests=bool(released) and self._ledger.refuses_requests
+        )
+
+
+def _is_whole(work: EngineWork) -> bool:
+    """Return whether this work writes all weights, so that it needs none of the old ones."""
+    return isinstance(work, LoadWeights) and not work.is_partial
 
 
 def _answer(change: EngineChange, reply: ControlReply, clients: dict[int, Client]) -> list[Effect]:

@@ -52,7 +52,7 @@ class MemoryLoan:
             raise UpdateError(
                 "The weights came as tensors, so no folder has them: call /update_weights_from_disk before their memory is released."
             )
-        tensors: list[Tensor] = []  # none for graphs, which a CPU has not
+        tensors: list[Tensor] = []  # none for graphs, which a CPU does not have
         if "weights" in tags:
             tensors += _weights_of(self._runner.loaded.our_model)
         if "kv_cache" in tags:
@@ -65,7 +65,10 @@ class MemoryLoan:
         source = weights or self._start
         if "weights" in tags:
             if version_of(source.folder) != source.files:
-                raise UpdateError(f"The files in {source.folder} were changed, so the weights cannot be read again.")
+                raise UpdateError(
+                    f"The files in {source.folder} were changed, so the weights cannot be read again: put the old files back, or call"
+                    " /update_weights_from_disk, which brings new weights."
+                )
             self._runner.update_weights(LoadWeights(source.folder), report)
 
 

@@ -88,6 +88,17 @@ def test_the_weights_of_an_update_come_back_from_its_folder(checkpoint: Checkpoi
     assert drawn(runner) == updated
 
 
+def test_new_weights_may_come_while_the_old_ones_are_released(checkpoint: CheckpointFactory) -> None:
+    old, new = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+    runner = make_runner(old, 16, dtype="float32")
+    loan = MemoryLoan(runner, source_of(old))
+    loan.release(["weights"], None)
+    with pytest.raises(UpdateError, match="put the old files back, or call /update_weights_from_disk"):
+        loan.resume(["weights"], WeightsSource(str(old), "another version"), lambda: None)
+    runner.update_weights(LoadWeights(str(new)), lambda: None)
+    assert drawn(runner) == drawn(make_runner(new, 16, dtype="float32"))
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

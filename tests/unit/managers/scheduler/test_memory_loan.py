@@ -9,6 +9,7 @@ from srt.protocol.engine_work import (
     EngineLedger,
     EngineWork,
     LoadWeights,
+    ReceiveWeights,
     ReleaseMemory,
     ResumeMemory,
     UpdateWeights,
@@ -16,7 +17,7 @@ from srt.protocol.engine_work import (
 )
 from srt.protocol.messages import ControlReply, PauseGeneration, Refused, WorkPlan
 from tests.unit.managers.scheduler.scheduler_host import Host, expected_ids, request
-from tests.unit.managers.scheduler.test_weight_updates import MADE, admissions, reply, running
+from tests.unit.managers.scheduler.test_weight_updates import MADE, admissions, fail, reply, running
 
 ALL = ["weights", "kv_cache", "cuda_graph"]
 
@@ -58,9 +59,8 @@ def test_keys_and_values_are_lost_even_in_a_pause_that_keeps_them() -> None:
 def test_the_ledger_says_what_is_released_and_where_the_weights_are() -> None:
     host = Host(ledger=EngineLedger(weights=WeightsSource("new", "those of new")))
     host.run()
-    assert ask(host, ReleaseMemory(["kv_cache"], refuses_requests=True)).ok
-    assert host.ledger is not None
-    assert (host.ledger.released, host.ledger.refuses_requests) == (["kv_cache"], True)
+    assert ask(host, ReleaseMemory(["kv_cache"])).ok
+    assert host.ledger is not None and host.ledger.released == ["kv_cache"]
     host.say(UpdateWeights(8, ReleaseMemory(ALL), "", aborts=False))
     host.tick()
     (sent,) = host.plans
@@ -90,13 +90,52 @@ def test_requests_are_refused_while_that_is_asked_for() -> None:
     assert (3, 0) in host.ends()
 
 
-@pytest.mark.parametrize("work", [LoadWeights("new")])
-def test_weights_without_memory_are_not_updated(work: EngineWork) -> None:
+def test_requests_are_refused_until_all_is_back_if_any_release_asked_for_it() -> None:
+    host = Host()
+    host.run()
+    assert ask(host, ReleaseMemory(["weights"], refuses_requests=True)).ok
+    assert ask(host, ReleaseMemory(["kv_cache"]), 8).ok
+    assert ask(host, ResumeMemory(["weights"]), 9).ok
+    host.say(request(2, [2]))
+    host.run()
+    assert len(host.of_type(Refused)) == 1
+    assert ask(host, ResumeMemory(ALL), 10).ok and ask(host, ReleaseMemory(ALL), 11).ok
+    host.say(request(3, [2]))
+    host.run()
+    assert len(host.of_type(Refused)) == 1
+
+
+@pytest.mark.parametrize(
+    "work", [LoadWeights("new", is_partial=True), ReceiveWeights("group", ["norm"], ["F32"], [[1]], False)]
+)
+def test_weights_without_memory_are_not_updated_in_part(work: EngineWork) -> None:
     host = running()
     assert ask(host, ReleaseMemory(["weights"])).ok
     refused = ask(host, work, 8)
-    assert not refused.ok and "call /resume_memory_occupation first" in refused.message
+    assert not refused.ok and "call /resume_memory_occupation or" in refused.message
     assert ask(host, ResumeMemory(["weights"]), 9).ok and ask(host, work, 10).ok
+
+
+def test_an_update_of_all_weights_brings_their_memory_back() -> None:
+    host = running()
+    assert ask(host, ReleaseMemory(["weights", "kv_cache"], refuses_requests=True)).ok
+    assert ask(host, LoadWeights("new"), 8).ok
+    new = WeightsSource("new", "those of new")
+    assert host.ledger == EngineLedger(weights=new, released=["kv_cache"], refuses_requests=True)
+    assert not host.ends(), "the KV memory is still released"
+    assert ask(host, ResumeMemory(ALL), 9).ok
+    assert (host.ledger, host.ids(1)) == (EngineLedger(weights=new), expected_ids(MADE))
+
+
+def test_weights_that_cannot_be_updated_stay_released() -> None:
+    host = running()
+    assert ask(host, ReleaseMemory(["weights"])).ok
+    host.say(UpdateWeights(8, LoadWeights("new"), "", aborts=False))
+    host.tick()
+    fail(host, "It lacks a tensor.")
+    host.run()
+    assert not reply(host, 8).ok and not host.ends()
+    assert host.ledger is not None and host.ledger.released == ["weights"]
 
 
 def test_a_drain_ends_what_cannot_go_on() -> None:
