@@ -54,7 +54,7 @@ def expected(folders: list[Path]) -> list[list[list[int]]]:
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.wait_ready()}{path}", json=body, timeout=2 * END_S)
+    return httpx.post(f"{server.wait_ready()}{path}", json=body, timeout=4 * END_S)
 
 
 def update(server: ServerProcess, folder: Path, **body: Any) -> httpx.Response:
