@@ -1,4 +1,4 @@
-"""What a second GPU brings: one GPU beside two replicas, two stages and two ranks, with the same model on the same machine.
+"""The gain of a second GPU: one GPU beside two replicas, two stages and two ranks, with the same model on the same machine.
 
     python -m benchmarks.two_gpus --model-path llama-3.1-8b --load-format dummy [--layouts one,dp,tp] [any option of the server]
 

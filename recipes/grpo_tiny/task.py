@@ -1,4 +1,4 @@
-"""What the model learns: to write two joined words backwards. It was trained on words of at most ten letters, and often loses its place."""
+"""The task to learn: write two joined words backwards. It was trained on words of at most ten letters, and often loses its place."""
 
 from __future__ import annotations
 

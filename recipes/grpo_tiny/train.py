@@ -30,7 +30,7 @@ HELD_OUT_SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run depends on. Committed with its results."""
+    """The settings of a run, committed with its results."""
 
     seed: int = 0
     steps: int = 40
