@@ -331,7 +331,7 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
             f"{option}: {obstacle} cannot draft on a GPU. Choose another model, or serve with --device cpu."
         )
     if PageGroups.of(draft.layers).num > 1:
-        raise StartError(f"{option} has layers with windows and without: choose a model whose layers are alike.")
+        raise StartError(f"{option} has layers with a window: choose a model whose layers all see every token.")
     check_memory(draft_folder, draft, draft_model_args(args))
     return args
 

@@ -246,6 +246,31 @@ def test_a_drafting_model_that_does_not_fit_is_refused(
             check_and_listen(args, http=False)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        {"layer_types": ["sliding_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention", "full_attention"], "accepted": True},
+    ],
+)
+def test_a_drafting_model_with_windows_is_refused(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Its pages have the numbers of the model's first group, which a window's pages do not."""
+    is_accepted = changes.pop("accepted", False)
+    draft = shutil.copytree(checkpoint("gemma3_text"), tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, **changes}))
+    args = args_for(checkpoint("gemma3_text"))
+    args = replace(args, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft))
+    if is_accepted:
+        assert check_and_listen(args, http=False).args.speculative_draft_model_path == str(draft)
+        return
+    with pytest.raises(StartError, match="has layers with a window: choose a model whose layers all see every token"):
+        check_and_listen(args, http=False)
+
+
 def test_a_head_that_does_not_fit_is_refused(
     qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
