@@ -16,6 +16,7 @@ from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory import memory_profile
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import (
+    CPU_SHARE,
     FIRST_USE_BYTES,
     admission_bytes,
     check_pages,
@@ -38,6 +39,8 @@ from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.runners import make_runner
+from tests.unit.model_executor.test_page_groups import MISTRAL
+from tests.unit.model_executor.test_windows_and_fp8 import changed
 
 CPU = torch.device("cpu")
 
@@ -184,6 +187,33 @@ def test_the_worst_step_is_a_step_that_a_runner_can_run(
         rows = trial.sample(trial.execute(section)).result()
     assert len(rows.counts) == num_slots
     assert {(row.slot, row.is_prompt) for row in rows.logprobs} >= {(slot, False) for slot in range(num_slots)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo3", "mistral"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_worker_allocates_the_pages_of_each_group_that_fit_into_the_memory(
+    family: str, page_size: int, checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that fit: one more would exceed it. Besides, each group has one page for padding. All of Mistral's layers have a window."""
+    if family == "mistral":
+        folder = changed(checkpoint("llama", num_layers=4), tmp_path / "mistral", MISTRAL)
+    else:
+        folder = checkpoint(family, num_layers=4)
+    room = 3_000_000
+    monkeypatch.setattr(memory_profile, "available_memory_bytes", lambda: CPU_SHARE * room)
+    runner = make_runner(folder, page_size, max_total_tokens=None, chunked_prefill_size=16, max_running_requests=2)
+    state, layers = runner.state, runner.loaded.config.layers
+    windows = [layer.attention.window for layer in layers]
+    pages: dict[int | None, int] = dict(zip(state.windows, state.window_pages, strict=True))
+    pages[None] = state.num_pages
+    of_layer = [state.token_to_kv_pool.get_kv(number) for number in range(len(layers))]
+    assert [len(keys) for keys, _ in of_layer] == [(pages[window] + 1) * page_size for window in windows]
+    padding = page_size * sum(keys[0].nbytes + values[0].nbytes for keys, values in of_layer)
+    assert state.kv_bytes == sum(keys.nbytes + values.nbytes for keys, values in of_layer)
+    shares = runner.loaded.memory_shares
+    counted = shares.bytes_of(state.max_total_num_tokens)
+    assert state.kv_bytes - padding == counted <= room < shares.bytes_of(state.max_total_num_tokens + page_size)
+    assert all(pages[window] < pages[None] for window in state.windows)
 
 
 def test_the_largest_step_is_measured_on_memory_that_is_gone_afterwards(
