@@ -23,6 +23,21 @@ pytestmark = [
     pytest.mark.skipif(not cpu_library.is_supported(), reason="this processor has no AVX2"),
 ]
 WORKER = "srt.managers.tp_worker"
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.2, "top_k": 20},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"repetition_penalty": 1.2},
+    {"min_new_tokens": 6, "stop_token_ids": list(range(20, 120)), "ignore_eos": False},
+    {"stop": ["e", "a"], "no_stop_trim": True},
+    {"stop_regex": ["[iou]"]},
+    {"logit_bias": {"70": 4.0, "80": -3.0}},
+    {"regex": "[a-z ]{5,30}"},
+    {"json_schema": '{"type": "array", "items": {"enum": ["owl", "lamp"]}}'},
+    {"ebnf": 'root ::= ("a" | "b")+'},
+    {"n": 3, "temperature": 0.9},
+]
 TEXT = "A deterministic server gives the same answer to the same request. " * 3
 
 
@@ -51,12 +66,17 @@ def results(server: ServerProcess, bodies: list[dict[str, Any]]) -> list[str]:
 
     def ask(one: dict[str, Any]) -> str:
         answer = httpx.post(f"{url}/generate", json=one, timeout=120).raise_for_status().json()
-        meta = answer["meta_info"]
-        assert meta["deterministic"] is True
-        return json.dumps([answer["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]])
+        choices = answer if isinstance(answer, list) else [answer]
+        assert all(choice["meta_info"]["deterministic"] is True for choice in choices)
+        return json.dumps([result_of(choice) for choice in choices])
 
     with ThreadPoolExecutor(len(bodies)) as pool:
         return list(pool.map(ask, bodies))
+
+
+def result_of(answer: dict[str, Any]) -> list[Any]:
+    meta = answer["meta_info"]
+    return [answer["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]]
 
 
 def test_one_prompt_has_one_result_in_batches_of_any_size(server: ServerProcess) -> None:
@@ -86,6 +106,15 @@ def test_cached_prefixes_change_nothing(server: ServerProcess) -> None:
     assert len(found) == 1
 
 
+def test_requests_with_any_sampling_parameters_have_one_result(server: ServerProcess) -> None:
+    bodies = [body(60 + seed, seed, num_tokens=20) for seed in range(len(PARAMETERS))]
+    for one, parameters in zip(bodies, PARAMETERS, strict=True):
+        one["sampling_params"] = {"sampling_seed": 7, "max_new_tokens": 20, "ignore_eos": True, **parameters}
+    alone = [results(server, [one])[0] for one in bodies]
+    httpx.post(f"{server.wait_ready()}/flush_cache", timeout=60).raise_for_status()
+    assert results(server, bodies * 2) == alone * 2
+
+
 def test_a_request_that_outlives_a_worker_has_the_same_result(server: ServerProcess) -> None:
     bodies = [body(50, seed, num_tokens=100) for seed in range(4)]
     before = results(server, bodies)
@@ -105,8 +134,7 @@ def streamed_past_a_death(server: ServerProcess, one: dict[str, Any]) -> str:
         next(child for child in server.children() if child.cmdline()[-1] == WORKER).kill()
         for last in chunks:
             assert "error" not in last, last
-    meta = last["meta_info"]
-    return json.dumps([last["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]])
+    return json.dumps([result_of(last)])
 
 
 def test_recorded_answers_are_verified(

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from srt.model_executor.model_runner import ModelRunner
-from srt.protocol.messages import LogprobSpec, RowLogprobs, SamplingSpec
+from srt.protocol.messages import LogprobSpec, RowLogprobs, SamplingSpec, int32_array
 from tests.support.plan_driver import Job, PlanDriver
 
 BATCHES = (1, 2, 3, 7, 16, 23)  # rows that run together
@@ -19,6 +21,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
     {"temperature": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    {"temperature": 0.7, "bias_ids": int32_array([5, 77]), "bias_values": np.array([2.0, -3.0], np.float32)},
+    {"temperature": 1.0, "min_new_tokens": 4, "stop_ids": int32_array(range(3, 200))},
 )
 
 

@@ -19,7 +19,7 @@ from tests.support.runners import make_runner
 
 pytestmark = pytest.mark.skipif(not cpu_library.is_supported(), reason="this processor has no AVX2")
 VOCABULARY = 509
-CHUNKS = (7, 64, 1 << 30)
+CHUNKS = (7, 64, 512, 1 << 30)
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "layer_types": None}
 
 
@@ -32,14 +32,14 @@ def library(cpu_kernels: Path) -> Iterator[None]:
 
 def num_distinct(runner: ModelRunner, page_size: int, num_trials: int) -> int:
     """The largest number of different results that a probe gets in this many trials."""
-    probes = make_probes(10, VOCABULARY)
+    probes = make_probes(14, VOCABULARY)  # two for each way to draw
     run_trials(runner, probes, num_trials, page_size, CHUNKS)
     assert all(probe.ids for probe in probes)
     return max(probe.num_distinct for probe in probes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_request_has_one_result_in_any_company(checkpoint: CheckpointFactory, dtype: str, page_size: int) -> None:
     folder = checkpoint("qwen3", vocab_size=VOCABULARY)
     runner = make_runner(folder, page_size, dtype=dtype, enable_deterministic_inference=True)
