@@ -164,10 +164,12 @@ class LongestPrefixQueue(WaitingQueue):
                 last = near[-1]
                 if _comes_before(last, coming):
                     return
+                super().pop()  # before another is pushed, which would have to be behind this one
                 near.pop()
                 if last.progress.status is Status.WAITING:
                     super().push(last)
-            super().pop()
+            else:
+                super().pop()
             coming.place.num_matched = self._num_cached(coming)
             place = len(near)
             while place > 0 and _comes_before(coming, near[place - 1]):
