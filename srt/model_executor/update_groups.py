@@ -16,6 +16,7 @@ from srt.utils.errors import UpdateError
 
 END_MARK = bytes.fromhex("a5ff" * 4)
 """What the ends of tensors hold before they are received: as floats of 16 and 32 bits, NaNs that no computation makes."""
+NO_STAGES = "Weights cannot be updated with --pp-size: restart the server with the new checkpoint."
 SMALL_END_BYTES = 4  # compared where an element has one byte, because any byte may be one that was sent
 
 
@@ -25,12 +26,15 @@ class UpdateGroups:
     def __init__(self, loaded: LoadedModel) -> None:
         self._tp = loaded.tp
         self._device = loaded.device
+        self._num_stages = loaded.pipeline.num_stages
         self._groups: dict[str, UpdateGroup] = {}
 
     def join(self, work: JoinUpdateGroup, report: Callable[[], None]) -> None:
         """Meet the trainer; UpdateError on all ranks if one of them cannot. `report` is called while others are awaited."""
         error, group = "", None
         try:
+            if self._num_stages > 1:
+                raise UpdateError(NO_STAGES)
             if work.name in self._groups:
                 raise UpdateError(f"There is a group {work.name} already: destroy it first.")
             group = UpdateGroup(

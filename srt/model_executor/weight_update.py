@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from srt.model_executor.loaded_model import LoadedModel, resolve_ops
-from srt.model_executor.update_groups import UpdateGroups
+from srt.model_executor.update_groups import NO_STAGES, UpdateGroups
 from srt.model_loader.weight_sources import FolderSource, TensorSource, WeightSource
 from srt.model_loader.weight_update import WeightUpdate
 from srt.models.causal_lm import CausalLM
@@ -61,7 +61,7 @@ def check_supported(loaded: LoadedModel) -> None:
             f"Weights cannot be updated on GPUs with {untried}: restart the server with the new checkpoint."
         )
     if loaded.pipeline.num_stages > 1:
-        raise UpdateError("Weights cannot be updated with --pp-size: restart the server with the new checkpoint.")
+        raise UpdateError(NO_STAGES)
     if loaded.kv_scales is not None:
         raise UpdateError("Weights cannot be updated beside scales of keys and values: restart the server.")
     if loaded.args.load_format == "dummy":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from srt.distributed.pipeline import Pipeline
 from srt.distributed.update_group import UpdateGroup, UpdateGroupError
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.update_groups import UpdateGroups
@@ -23,13 +24,17 @@ from tests.support.ranks import CPU, single_rank
 Joined = tuple[UpdateGroup, UpdateGroups]
 
 
+def groups_of_a_rank(pipeline: Pipeline) -> UpdateGroups:
+    return UpdateGroups(cast(LoadedModel, SimpleNamespace(tp=single_rank(), device=CPU, pipeline=pipeline)))
+
+
 @pytest.fixture
 def joined() -> Iterator[Joined]:
     """The trainer's side of a group, and a rank that has joined it."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = int(one.getsockname()[1])
-    groups = UpdateGroups(cast(LoadedModel, SimpleNamespace(tp=single_rank(), device=CPU)))
+    groups = groups_of_a_rank(Pipeline(0, 1))
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(UpdateGroup, "127.0.0.1", port, 0, 2, "group")
         groups.join(JoinUpdateGroup("group", "127.0.0.1", port, 1, 2, "gloo"), lambda: None)
@@ -101,3 +106,10 @@ def test_a_host_that_is_not_known_is_no_reason_to_wait(host: str, monkeypatch: p
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UpdateGroupError, match="is not known"):
         UpdateGroup(host, 29500, 1, 2, timeout_s=3600.0)
+
+
+def test_a_stage_of_a_pipeline_joins_no_group() -> None:
+    """Otherwise ranks of several stages would meet the trainer under the same number, and wait."""
+    pipeline = cast(Pipeline, SimpleNamespace(num_stages=2))
+    with pytest.raises(UpdateError, match="with --pp-size"):
+        groups_of_a_rank(pipeline).join(JoinUpdateGroup("group", "127.0.0.1", 9, 1, 3, "gloo"), lambda: None)
