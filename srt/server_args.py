@@ -240,6 +240,9 @@ class ServerArgs(LoraOptions):
         1, "stages that divide the layers (on a CPU only)", group=DEVICE, aliases=("--pp", "--pipeline-parallel-size")
     )
     pp_layer_partition: tuple[int, ...] = option((), "numbers of layers of the stages (default: even)", group=DEVICE)
+    ep_size: int = option(
+        1, "groups of --tp ranks that divide experts (CPU)", group=DEVICE, aliases=("--ep", "--expert-parallel-size")
+    )
     load_balance_method: str = option(
         "auto",
         "replica for a request; auto: one that has its prefix, else the one with fewer requests; round_robin: in turn;"
@@ -354,6 +357,7 @@ class ServerArgs(LoraOptions):
             "tp_size",
             "dp_size",
             "pp_size",
+            "ep_size",
             "torch_compile_max_bs",
             "dist_timeout",
         ):
@@ -497,7 +501,7 @@ class ServerArgs(LoraOptions):
 
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
-    "attn_dp_size ep_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
+    "attn_dp_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
     " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"

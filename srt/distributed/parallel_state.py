@@ -51,14 +51,23 @@ class TensorParallel:
     """
 
     def __init__(
-        self, rank: int, size: int, group: Group | None, device: torch.device, peers: PeerMemory | None = None
+        self,
+        rank: int,
+        size: int,
+        group: Group | None,
+        device: torch.device,
+        peers: PeerMemory | None = None,
+        expert_groups: int = 1,
     ) -> None:
         """Join the group. `peers`, if given, serves small tensors."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
+        assert size % expert_groups == 0, f"{size} ranks in {expert_groups} groups"
         assert (group is None) == (size == 1), f"{size} ranks, group {group}"
         self.rank = rank
         self.size = size
         self.device = device
+        self.expert_groups = expert_groups
+        """Groups of neighbouring ranks that divide a mixture's experts. The ranks of a group share each of its experts."""
         self._group = group
         self._peers = peers
 

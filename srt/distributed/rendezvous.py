@@ -26,6 +26,7 @@ def init_tensor_parallel(
     device: torch.device,
     timeout_s: float = 300.0,
     maps_peers: bool = True,
+    expert_groups: int = 1,
 ) -> TensorParallel:
     """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
 
@@ -36,12 +37,12 @@ def init_tensor_parallel(
         return TensorParallel(0, 1, None, device)
     store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
     group = _open_group(store, rank, size, backend, timedelta(seconds=timeout_s))
-    tp = TensorParallel(rank, size, group, device)
+    tp = TensorParallel(rank, size, group, device, expert_groups=expert_groups)
     # Connect now, so that a missing rank is found at start-up and not in the first step.
     tp.min_int(rank)
     if device.type != "cuda" or not maps_peers:
         return tp
-    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s))
+    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s), expert_groups)
 
 
 def init_pipeline(stage: int, num_stages: int, rendezvous_file: str, timeout_s: float, most_in_flight: int) -> Pipeline:

@@ -68,11 +68,12 @@ class ModelLoader(ABC):
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
         library, on the meta device; without it our own is built, with `ops` or else those of the device: all of it, or one stage.
         """
-        config.check_tp(tp.size)
+        config.check_tp(tp.size, tp.expert_groups)
         ops = ops or layer_ops(device)
         built = model or _build_ours(config, tp, ops, stage)
         check_size(_num_bytes(built, dtype))
-        whole = built if stage is None or stage.num_stages == 1 else _build_ours(config, tp, ops, None)
+        has_all = tp.expert_groups == 1 and (stage is None or stage.num_stages == 1)
+        whole = built if has_all else build_whole(config, ops)
         pieces, fill = self.prepare(config, Path(folder), built, whole)
         materialize(built, dtype, device)
         clear_padding(pieces)
@@ -86,7 +87,7 @@ class ModelLoader(ABC):
     ) -> tuple[list[WeightPiece], Fill]:
         """Check everything that can be checked before memory is allocated. Return what will be filled, and a function that fills it.
 
-        `whole` is the whole model if `model` is one stage of it, else `model` itself.
+        `whole` is the whole model if `model` has some of its layers or experts only, else `model` itself.
         """
 
 
@@ -128,6 +129,11 @@ class DummyLoader(ModelLoader):
 def _build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None) -> CausalLM:
     with torch.device("meta"):
         return CausalLM(config, tp, ops, stage)
+
+
+def build_whole(config: ModelConfig, ops: LayerOps) -> CausalLM:
+    """Return the model with all layers and experts, without memory: it knows what a checkpoint has for other ranks."""
+    return _build_ours(config, TensorParallel(0, 1, None, torch.device("cpu")), ops, None)
 
 
 def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM | LibraryEncoder) -> list[str]:

@@ -19,7 +19,7 @@ from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.ops import LayerOps
 from srt.layers.quantization.weight import LinearWeight, PlainWeight
 from srt.layers.weights import WeightedModule, WeightPiece
-from srt.model_loader.loader import clear_padding, finish, materialize
+from srt.model_loader.loader import build_whole, clear_padding, finish, materialize
 from srt.model_loader.safetensors_weights import check_checkpoint
 from srt.model_loader.weight_sources import WeightSource
 from srt.models.causal_lm import CausalLM
@@ -79,7 +79,9 @@ class WeightUpdate:
         with torch.device("meta"):
             new = CausalLM(self._config, self._tp, self._ops).eval()
         pieces = new.weight_pieces(self._headers)
-        check_checkpoint(self._source.place, self._config, self._headers, pieces, is_partial=self._is_partial)
+        others = build_whole(self._config, self._ops).weight_pieces(self._headers) if self._tp.expert_groups > 1 else []
+        ignored = [piece.name for piece in others]
+        check_checkpoint(self._source.place, self._config, self._headers, pieces, ignored, is_partial=self._is_partial)
         of_owner: dict[int, list[WeightPiece]] = {}
         for piece in pieces:
             of_owner.setdefault(id(piece.owner), []).append(piece)

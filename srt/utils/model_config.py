@@ -14,7 +14,7 @@ from srt.utils.families.encoders import Encoder, encoder_of, num_positions
 from srt.utils.families.family import ConfigReader, Family
 from srt.utils.families.library import LibraryConfigReader
 from srt.utils.families.registry import FAMILIES, family_of
-from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, LatentAttention, LayerSpec, NormSpec, Scales
+from srt.utils.layer_spec import NO_SCALES, Experts, FastPath, FeedForward, LatentAttention, LayerSpec, NormSpec, Scales
 from srt.utils.model_error import ModelError as ModelError
 from srt.utils.pooling_config import PoolingSpec, generating_architecture, read_pooling
 from srt.utils.quantization import WHAT_WORKS, WeightFormats, read_formats
@@ -220,8 +220,8 @@ class ModelConfig:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_tp(self, tp_size: int) -> None:
-        """Raise ModelError if the layers cannot be split over `tp_size` ranks."""
+    def check_tp(self, tp_size: int, ep_size: int = 1) -> None:
+        """Raise ModelError if the layers cannot be split over `tp_size` ranks, of which `ep_size` groups divide the experts."""
         for layer in dict.fromkeys(self.layers):
             heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
             if heads % tp_size:
@@ -233,11 +233,25 @@ class ModelConfig:
                     f"--tp {tp_size} neither divides the model's {kv_heads} KV heads nor is a multiple of them:"
                     " choose another --tp."
                 )
-            for size in layer.feed_forward.split_sizes:
-                if size % tp_size:
+            for size, num_ranks in _split_sizes(layer.feed_forward, tp_size, ep_size):
+                if size % num_ranks:
+                    groups = "" if num_ranks == tp_size else f" with --ep-size {ep_size}"
                     raise ModelError(
-                        f"--tp {tp_size} does not divide the model's intermediate size, {size}: choose another --tp."
+                        f"--tp {tp_size}{groups} does not divide the model's intermediate size, {size}: choose another --tp."
                     )
+            if isinstance(layer.feed_forward, Experts) and layer.feed_forward.routing.num_experts % ep_size:
+                raise ModelError(
+                    f"--ep-size {ep_size} does not divide the model's {layer.feed_forward.routing.num_experts} experts: choose"
+                    " another --ep-size."
+                )
+
+
+def _split_sizes(spec: FeedForward | Experts, tp_size: int, ep_size: int) -> list[tuple[int, int]]:
+    """Return the sizes of a layer that ranks share, each with the number of ranks that it must divide by."""
+    if isinstance(spec, FeedForward):
+        return [(spec.size, tp_size)]
+    shared = [] if spec.shared is None else [(spec.shared.size, tp_size)]
+    return [(spec.size, tp_size // ep_size), *shared]
 
 
 def _outside_the_layers(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:

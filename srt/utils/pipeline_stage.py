@@ -76,6 +76,8 @@ def rank_obstacle(values: Mapping[str, Any]) -> str | None:
     tp_size, num_stages, counts = values["tp_size"], values["pp_size"], values["pp_layer_partition"]
     if values["enable_torch_compile"] and tp_size > 1:
         return f"--enable-torch-compile works on one GPU only, not with --tp {tp_size}."
+    if tp_size % values["ep_size"]:
+        return f"--ep-size {values['ep_size']} must divide --tp, which is {tp_size}: choose another of the two."
     if num_stages > 1:
         for name, what in UNDIVIDED.items():
             if values[name]:

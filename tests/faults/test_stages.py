@@ -99,3 +99,18 @@ def test_divided_servers_answer_as_one_process_and_replace_workers(
             victim = victim_of(server, WORKER, number)
             check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), whole[0])
             assert not victim.is_running()
+
+
+@pytest.mark.full
+def test_groups_of_experts_answer_as_one_process_and_replace_workers(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    experts = checkpoint("qwen3_moe")
+    with serving(experts, tmp_path) as server:
+        alone = all_streamed(url_of(server))
+    with serving(experts, tmp_path, "--tp", "2", "--ep-size", "2") as server:
+        check_same(all_streamed(url_of(server)), alone)
+        for number in range(2):
+            victim = victim_of(server, WORKER, number)
+            check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), alone)
+            assert not victim.is_running()

@@ -27,13 +27,13 @@ def idle_rank(rank: int, size: int) -> TensorParallel:
     return TensorParallel(rank, size, None if size == 1 else cast("Group", object()), CPU)
 
 
-def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T]) -> list[T]:
+def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T], expert_groups: int = 1) -> list[T]:
     """`work` on every rank at the same time; the results in rank order. `folder` holds the rendezvous."""
     number = len(list(folder.glob("rendezvous-*")))
     rendezvous = str(folder / f"rendezvous-{number}")
 
     def one(rank: int) -> T:
-        tp = init_tensor_parallel(rank, size, rendezvous, "gloo", CPU, timeout_s=60)
+        tp = init_tensor_parallel(rank, size, rendezvous, "gloo", CPU, timeout_s=60, expert_groups=expert_groups)
         try:
             with torch.inference_mode():
                 return work(tp)

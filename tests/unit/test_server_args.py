@@ -128,7 +128,7 @@ def test_a_wrong_option_is_one_sentence_that_names_it(words: list[str], said: st
         ({"served_model_name": 5}, "served_model_name must be a name or a list of names"),
         ({"served_model_name": ["a", 5]}, "served_model_name must be a name or a list of names"),
         ({"no_such_thing": 1}, "Unknown option no_such_thing"),
-        ({"ep_size": 2}, "ep_size is not supported yet"),
+        ({"node_rank": 1}, "node_rank is not supported yet"),
         ({"pp_size": 0}, "--pp-size must be at least 1, not 0"),
         ({"pp_layer_partition": "2"}, "pp_layer_partition must be a number or a list of numbers"),
         ({"tp_size": 0}, "must be at least 1, not 0"),

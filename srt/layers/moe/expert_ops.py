@@ -53,14 +53,15 @@ class ExpertMatrices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts on one rank, in the order in which the router counts them."""
+    """The matrices of a rank's experts, in the order in which the router counts them."""
 
     gate_up: Tensor | ExpertMatrices  # [experts, 2 * size, hidden_size]: the gates of an expert, then its ups
     down: Tensor | ExpertMatrices  # [experts, hidden_size, size]
     gate_up_bias: Tensor | None = None  # [experts, 2 * size]
     down_bias: Tensor | None = None  # [experts, hidden_size]; on one rank only, because the ranks' results are added
     limit: float | None = None  # None: silu(gate) * up; else gpt-oss's activation
-    load: Tensor | None = None  # [experts + 2] i64: what `add_load` adds up
+    load: Tensor | None = None  # [all experts + 2] i64: what `add_load` adds up
+    first: int = 0  # the router's number of the first of these experts; on GPUs a rank has all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,19 @@ class ExpertOps:
         """Return the weighted sum of the results of each token's experts [tokens, hidden_size].
 
         The tokens of each expert are multiplied together. The results of a token are added by falling score, so the sum does not depend on
-        the other tokens' experts.
+        the other tokens' experts. Experts of other ranks add nothing.
         """
         top_k = choice.ids.shape[1]
         flat = choice.ids.flatten()
         sorted_pairs = flat.argsort(stable=True)
-        results = x.new_empty(len(flat), weights.down.shape[1])
-        first, counts = 0, torch.bincount(flat, minlength=weights.down.shape[0])
+        num_experts = weights.down.shape[0]
+        counts = torch.bincount(flat, minlength=num_experts if weights.load is None else len(weights.load) - 2)
         add_load(weights.load, counts)
-        for expert, count in enumerate(counts.tolist()):
+        own = counts[weights.first : weights.first + num_experts].tolist()
+        has_all = sum(own) == len(flat)
+        results = (x.new_empty if has_all else x.new_zeros)(len(flat), weights.down.shape[1])
+        first = int(counts[: weights.first].sum())
+        for expert, count in enumerate(own):
             if not count:
                 continue
             pairs = sorted_pairs[first : first + count]

@@ -55,28 +55,35 @@ class RouterWeight(WeightedModule):
 
 
 class ExpertLayers(WeightedModule):
-    """The matrices of all experts. Each rank has a part of every expert's gates and ups, and the columns of `down` that read it."""
+    """The matrices of a rank's experts: of all, or of those of its group of ranks (--ep-size).
+
+    Each rank of a group has a part of every expert's gates and ups, and the columns of `down` that read it.
+    """
 
     def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: ExpertOps) -> None:
         super().__init__()
         # The configuration was checked (ModelConfig.check_tp) before any layer was built.
-        assert spec.size % tp.size == 0, f"{spec.size} features of experts over {tp.size} ranks"
+        group, place = divmod(tp.rank, tp.size // tp.expert_groups)
+        num_sharing, num_all = tp.size // tp.expert_groups, spec.routing.num_experts
+        assert spec.size % num_sharing == 0, f"{spec.size} features of experts over {num_sharing} ranks"
+        assert num_all % tp.expert_groups == 0, f"{num_all} experts over {tp.expert_groups} groups"
         self._spec = spec
+        num_experts = num_all // tp.expert_groups
+        self._experts = range(group * num_experts, (group + 1) * num_experts)
         self.stacked_path: str | None = None
         """Path of the experts in the checkpoint, if it stacks all gates and ups, and all downs, whatever the family's layout says."""
         self._ops = ops
-        self._size = spec.size // tp.size
-        self._start = tp.rank * self._size
-        num_experts = spec.routing.num_experts
+        self._size = spec.size // num_sharing
+        self._start = place * self._size
         self._hidden_size = hidden_size
         self.gate_up: nn.Parameter | PackedExperts = _empty(num_experts, 2 * self._size, hidden_size)
         self.down: nn.Parameter | PackedExperts = _empty(num_experts, hidden_size, self._size)
         self.gate_up_bias = _empty(num_experts, 2 * self._size) if spec.bias else None
         self.down_bias = _empty(num_experts, hidden_size) if spec.bias else None
-        self._adds_bias = tp.rank == 0  # the ranks' results are added, so one of them adds it
+        self._adds_bias = place == 0  # the ranks' results are added, so one of a group adds it
         self.load: Tensor
         # On the CPU even while the model is built on the meta device, because it is not read from a checkpoint.
-        self.register_buffer("load", torch.zeros(num_experts + 2, dtype=torch.int64, device="cpu"), persistent=False)
+        self.register_buffer("load", torch.zeros(num_all + 2, dtype=torch.int64, device="cpu"), persistent=False)
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Return what this rank adds to the weighted sum of the chosen experts' results."""
@@ -86,13 +93,12 @@ class ExpertLayers(WeightedModule):
     def matrices(self) -> ExpertWeights:
         """What the operations read."""
         biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
-        return ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load)
+        return ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load, self._experts.start)
 
     def places(self, path: str) -> tuple[list[list[Place]], list[list[Place]]]:
         """Return the checkpoint's layers that make up each expert's gates and ups, and its downs, if these are not plain matrices."""
         count, whole, hidden_size = self._spec.routing.num_experts, self._spec.size, self._hidden_size
-        start, size = self._start, self._size
-        experts = range(count)
+        start, size, experts = self._start, self._size, self._experts
         match self._spec.layout:
             case "input_output":
                 parent = path.rpartition(".")[0]
@@ -160,30 +166,29 @@ class ExpertLayers(WeightedModule):
     def _single_pieces(self, path: str, gate: str, up: str, down: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for each matrix of each expert."""
         hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
-        for index in range(self._spec.routing.num_experts):
+        for own, index in enumerate(self._experts):
             for name, target_start in ((gate, 0), (up, size)):
                 tensor = f"{path}.{index}.{name}.weight"
-                yield WeightPiece(tensor, (whole, hidden_size), self, "gate_up", 0, start, size, target_start, index)
+                yield WeightPiece(tensor, (whole, hidden_size), self, "gate_up", 0, start, size, target_start, own)
             tensor = f"{path}.{index}.{down}.weight"
-            yield WeightPiece(tensor, (hidden_size, whole), self, "down", 1, start, size, 0, index)
+            yield WeightPiece(tensor, (hidden_size, whole), self, "down", 1, start, size, 0, own)
 
     def _stacked_pieces(self, gate_up_name: str, down_name: str) -> Iterator[WeightPiece]:
         """Yield the pieces of a checkpoint with a tensor for all gates and ups, and one for all downs."""
         hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
         gate_up, down = (num_experts, 2 * whole, hidden_size), (num_experts, hidden_size, whole)
-        for index in range(num_experts):
+        for at in enumerate(self._experts):
             for first, target_start in ((start, 0), (whole + start, size)):
-                yield WeightPiece(gate_up_name, gate_up, self, "gate_up", 0, first, size, target_start, index, index)
-            yield WeightPiece(down_name, down, self, "down", 1, start, size, 0, index, index)
+                yield WeightPiece(gate_up_name, gate_up, self, "gate_up", 0, first, size, target_start, *at)
+            yield WeightPiece(down_name, down, self, "down", 1, start, size, 0, *at)
 
     def _transposed_pieces(self, path: str) -> Iterator[WeightPiece]:
         """Yield the pieces of gpt-oss: both tensors have inputs as rows, and gates and ups take turns among the outputs."""
         hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
         gate_up, down = (num_experts, hidden_size, 2 * whole), (num_experts, whole, hidden_size)
-        for index in range(num_experts):
-            at = index, index
+        for at in enumerate(self._experts):
             for turn in (0, 1):
                 place = (0, 2 * start + turn, size, turn * size, *at)
                 yield WeightPiece(f"{path}.gate_up_proj", gate_up, self, "gate_up", *place, step=2, is_transposed=True)
@@ -194,8 +199,7 @@ class ExpertLayers(WeightedModule):
         """Yield the pieces of gpt-oss' biases, among which those of gates and ups take turns."""
         hidden_size, whole, start, size = self._hidden_size, self._spec.size, self._start, self._size
         num_experts = self._spec.routing.num_experts
-        for index in range(num_experts):
-            at = index, index
+        for at in enumerate(self._experts):
             if self.gate_up_bias is not None:
                 for turn in (0, 1):
                     place = (0, 2 * start + turn, size, turn * size, *at)

@@ -21,7 +21,7 @@ from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
 from srt.utils.host import available_memory_bytes, raise_descriptor_limit
 from srt.utils.kv_scales_file import read_scales_file
-from srt.utils.layer_spec import NO_SCALES
+from srt.utils.layer_spec import NO_SCALES, Experts
 from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -133,7 +133,9 @@ def check_model(args: ServerArgs) -> Path:
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.served_from(folder, args)
-    config.check_tp(args.tp_size)
+    config.check_tp(args.tp_size, args.ep_size)
+    if args.ep_size > 1:
+        check_expert_groups(args, config)
     if args.pp_size > 1:
         check_pipeline(args, config)
     if config.is_encoder:
@@ -183,6 +185,17 @@ def check_pipeline(args: ServerArgs, config: ModelConfig) -> None:
             f"{option} needs layers of ours, but those of the library transformers run {config.architecture}: leave it out."
         )
     stages_of(config.num_layers, args.pp_size, args.pp_layer_partition)
+
+
+def check_expert_groups(args: ServerArgs, config: ModelConfig) -> None:
+    """Raise StartError if groups of ranks cannot divide the experts here."""
+    option = f"--ep-size {args.ep_size}"
+    if not any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
+        raise StartError(
+            f"{option} divides the experts of a model, but our layers of this one have none: leave it out."
+        )
+    if not runs_on_cpu(args):
+        raise StartError(f"{option} works on a CPU only: leave it out, and --tp splits each expert over the GPUs.")
 
 
 def check_encoder(args: ServerArgs, config: ModelConfig) -> None:

@@ -394,6 +394,7 @@ def load_runner(child: Child) -> ModelRunner:
         device,
         args.dist_timeout,
         maps_peers=not args.disable_custom_all_reduce,
+        expert_groups=args.ep_size,
     )
     pipeline = init_pipeline(
         stage, layout.pp, _rendezvous(start, f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1

@@ -114,8 +114,11 @@ def test_quantised_tensors_may_come_from_memory(
     check_equal(runner, fresh)
 
 
-def test_every_rank_gets_its_part(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
-    old, new = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+@pytest.mark.parametrize(("family", "expert_groups"), [("qwen3", 1), ("qwen3_moe", 2)])
+def test_every_rank_gets_its_part(
+    family: str, expert_groups: int, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    old, new = checkpoint(family), checkpoint(family, seed=1)
 
     def work(tp: TensorParallel) -> list[list[list[int]]]:
         runner = make_runner(old, 16, tp, dtype="float32")
@@ -123,7 +126,7 @@ def test_every_rank_gets_its_part(checkpoint: CheckpointFactory, tmp_path: Path)
         updated = drawn(runner)
         return [updated, drawn(make_runner(new, 16, tp, dtype="float32"))]
 
-    for updated, fresh in run_ranks(2, tmp_path, work):
+    for updated, fresh in run_ranks(2, tmp_path, work, expert_groups):
         assert updated == fresh
 
 

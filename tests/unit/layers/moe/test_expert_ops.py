@@ -42,6 +42,22 @@ def test_results_are_the_weighted_sums_of_the_chosen_experts(
     assert (results.double() - expected).norm() / expected.norm() < tolerance
 
 
+@pytest.mark.parametrize("num_tokens", [1, 60])
+def test_groups_of_experts_add_up_to_all_of_them(num_tokens: int) -> None:
+    x, choice = randn(num_tokens, HIDDEN), choose(randn(num_tokens, EXPERTS), Routing(EXPERTS, TOP_K))
+    matrices = randn(EXPERTS, 2 * SIZE, HIDDEN), randn(EXPERTS, HIDDEN, SIZE)
+    loads = [torch.zeros(EXPERTS + 2, dtype=torch.int64) for _ in range(3)]
+    whole = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(*matrices, load=loads[2]))
+    parts = [
+        TORCH_EXPERT_OPS.multiply(
+            x, choice, ExpertWeights(matrices[0][first:end], matrices[1][first:end], load=load, first=first)
+        )
+        for first, end, load in ((0, 4, loads[0]), (4, EXPERTS, loads[1]))
+    ]
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+    assert loads[0].tolist() == loads[1].tolist() == loads[2].tolist(), "each rank counts the choices of all experts"
+
+
 def test_no_tokens_have_no_results() -> None:
     x, logits = torch.empty(0, HIDDEN), torch.empty(0, EXPERTS)
     weights = ExpertWeights(randn(EXPERTS, 2 * SIZE, HIDDEN), randn(EXPERTS, HIDDEN, SIZE))
