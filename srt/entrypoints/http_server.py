@@ -126,6 +126,7 @@ class Frontend:
             model_folder=start.model_folder,
             args=start.args,
             tracer=self._child.tracer,
+            meeting=start.meeting,
         )
         for news in self._engine_news.values():
             self._engine.engine_changed(news)

@@ -1,5 +1,7 @@
 """The ZeroMQ sockets between processes: the scheduler binds, the others connect; each message has a generation and a sequence number.
 
+Sockets between hosts are TCP with CURVE, with keys from the secret of --cluster-key-file: encrypted, and open to holders of it alone.
+
 ZeroMQ drops nothing: the high-water marks are 0, and a ROUTER refuses to send to a peer that it does not know (`PeerGone`). A
 sequence number that is not the expected one means that a message was lost; a worker or scheduler does not survive that.
 """
@@ -8,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
+from zmq.utils import z85
 
+from srt.protocol.cluster_key import LinkKeys
 from srt.protocol.codec import DecodeError, Envelope, EnvelopeView, decode, encode
+from srt.protocol.host_messages import MeetingPoints
 from srt.protocol.link_errors import LinkBroken as LinkBroken
 from srt.protocol.link_errors import PeerGone as PeerGone
 from srt.protocol.messages import Message
@@ -23,6 +29,8 @@ from srt.utils.errors import StartError
 
 MAX_SOCKET_PATH = 107  # bytes: the kernel's limit
 _SCHEME = "ipc://"
+# Between hosts: a peer that was silent for so long is gone, though its host may not have said so. The supervisors notice it before.
+_HEARTBEAT_MS, _SILENT_MS = 5000, 40_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,65 @@ def frontend_path(run_dir: str, generation: int) -> str:
 
 def worker_path(run_dir: str, generation: int) -> str:
     return _ipc(run_dir, f"w{generation}")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where two ends of a link meet; `keys` if others can reach that place."""
+
+    path: str
+    keys: LinkKeys | None = None
+
+
+def frontend_endpoint(run_dir: str, generation: int, address: str, meeting: MeetingPoints | None) -> Endpoint:
+    """Return where frontends meet the scheduler of this generation: at `address`, or in the run folder if that is empty."""
+    if not address or meeting is None:
+        return Endpoint(frontend_path(run_dir, generation))
+    return Endpoint(f"tcp://{address}", LinkKeys.of(meeting.secret, "frontends", generation))
+
+
+def worker_endpoint(run_dir: str, generation: int, meeting: MeetingPoints | None) -> Endpoint:
+    """Return where the workers of this generation meet their scheduler."""
+    if meeting is None or not meeting.workers:
+        return Endpoint(worker_path(run_dir, generation))
+    return Endpoint(f"tcp://{meeting.workers}", LinkKeys.of(meeting.secret, "workers", generation))
+
+
+def _protect(socket: zmq.Socket[bytes], keys: LinkKeys, *, binds: bool) -> None:
+    """Set what a socket between hosts needs before it binds or connects."""
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    binding, connecting = z85.encode(keys.binding), z85.encode(keys.connecting)
+    own = binding if binds else connecting
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(own))
+    if binds:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+    else:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(binding))
+
+
+class Gatekeeper:
+    """A thread that lets only peers with the right key connect to the sockets of this context that other hosts can reach."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Iterable[Endpoint]) -> None:
+        self._public = {zmq.curve_public(z85.encode(one.keys.connecting)) for one in endpoints if one.keys is not None}
+        self._thread: Any = None
+        if self._public:
+            from zmq.auth.thread import ThreadAuthenticator  # here, since most servers do not use it
+
+            self._thread = ThreadAuthenticator(context)
+            self._thread.start()
+            self._thread.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the holder of this key may connect. ZeroMQ's authentication calls this."""
+        return key in self._public
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
 
 
 def remove_sockets(run_dir: str, generation: int) -> None:
@@ -72,6 +139,7 @@ class RouterLink:
         endpoint: str,
         generation: int,
         read: Callable[[bytes], Envelope | EnvelopeView] = decode,
+        keys: LinkKeys | None = None,
     ) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -79,6 +147,8 @@ class RouterLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            _protect(self._socket, keys, binds=True)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -141,7 +211,12 @@ class DealerLink:
     """A connecting end: one numbered stream in each direction."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, generation: int, identity: bytes
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        generation: int,
+        identity: bytes,
+        keys: LinkKeys | None = None,
     ) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -149,6 +224,8 @@ class DealerLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        if keys is not None:
+            _protect(self._socket, keys, binds=False)
         self._socket.connect(endpoint)
         self._generation = generation
         self._sent = 0

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import field
 
 from srt.protocol.engine_work import EngineLedger, SetWeightVersion, UpdateWeights, WeightVersion, Work
+from srt.protocol.host_messages import HostMessage, MeetingPoints
 from srt.protocol.wire import Wire as Wire
 from srt.server_args import ServerArgs
 
@@ -463,6 +464,7 @@ class ChildStart(Wire, frozen=True, tag=80):
     replica: int = 0  # that it is a part of; 0 for a frontend
     engines: list[int] = field(default_factory=list)  # for a frontend: the generation of each replica's present engine
     ledger: EngineLedger = field(default_factory=EngineLedger)  # what its engine, or the first one, was told
+    meeting: MeetingPoints | None = None  # None: all processes are on this host
 
 
 class ServerReady(Wire, frozen=True, tag=81):
@@ -491,18 +493,21 @@ class EngineReplaced(Wire, frozen=True, tag=83):
     generation: int
     by_request: bool
     replica: int = 0
+    address: str = ""  # where frontends meet its scheduler; empty: in the run folder
 
 
 class EngineLost(Wire, frozen=True, tag=84):
     """Notice to frontends and a Runtime that a replica has died while others serve: these take its requests over at once.
 
     It comes as soon as the cause is certain, and EngineReplaced follows when all processes of the replica have ended. `by_request` is
-    as in EngineReplaced. `is_final`: the server is shutting down, so no new engine will come.
+    as in EngineReplaced. `is_final`: the server is shutting down, so no new engine will come. `is_cut_off`: its host is lost, so nothing
+    that it may still say is waited for.
     """
 
     replica: int
     by_request: bool
     is_final: bool = False
+    is_cut_off: bool = False
 
 
 # ---- Child -> supervisor
@@ -588,6 +593,8 @@ ToChild = ChildStart | ServerReady | EngineReplaced | EngineLost | Stop
 FromChild = Progress | Ready | Heartbeat | Failed | RecordLedger
 FromRuntime = EngineStart | Stop
 ToRuntime = EngineStarted | ServerReady | EngineReplaced | EngineLost | Failed
-Message = FromFrontend | ToFrontend | ToWorker | FromWorker | ToChild | FromChild | FromRuntime | ToRuntime
+Message = (
+    FromFrontend | ToFrontend | ToWorker | FromWorker | ToChild | FromChild | FromRuntime | ToRuntime | HostMessage
+)
 
 MESSAGE_TYPES: dict[int, type[Message]] = {cls.__struct_config__.tag: cls for cls in get_args(Message)}

@@ -1,6 +1,7 @@
 """Messages over a connected byte stream: a 4-byte length, then the same bytes as on any other link.
 
-Used for the socketpair between the supervisor and a child, and for a Runtime's lifeline. Each direction has its own sequence numbers.
+Used for the socketpair between the supervisor and a child, for a Runtime's lifeline and, with signatures, between the supervisors of
+several hosts. Each direction has its own sequence numbers.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import socket
 import struct
 import threading
 
+from srt.protocol.cluster_key import Signatures
 from srt.protocol.codec import DecodeError, decode, encode
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import Message
@@ -23,8 +25,9 @@ class MessageStream:
     An end created without a generation (None) takes that of the first message it receives.
     """
 
-    def __init__(self, sock: socket.socket, generation: int | None) -> None:
+    def __init__(self, sock: socket.socket, generation: int | None, signatures: Signatures | None = None) -> None:
         self._socket = sock
+        self._signatures = signatures
         self._generation = generation
         self._buffer = bytearray()
         self._sent = 0
@@ -38,6 +41,8 @@ class MessageStream:
         """Write the whole message; PeerGone if the other end is closed."""
         with self._sending:
             data = encode(message, self._generation or 0, self._sent)
+            if self._signatures is not None:
+                data = self._signatures.sign(data)
             try:
                 self._socket.sendall(_LENGTH.pack(len(data)) + data)
             except OSError as error:
@@ -97,6 +102,8 @@ class MessageStream:
         return self._in_order(data)
 
     def _in_order(self, data: bytes) -> Message:
+        if self._signatures is not None:
+            data = self._signatures.checked(data)
         try:
             envelope = decode(data)
         except DecodeError as error:

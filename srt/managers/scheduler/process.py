@@ -24,7 +24,16 @@ from srt.managers.scheduler.scheduler import Scheduler
 from srt.managers.scheduler.scheduler_trace import SchedulerTrace
 from srt.managers.scheduler.step_deadline import StepDeadline
 from srt.protocol.codec import decode_view, protocol_hash
-from srt.protocol.links import Broken, PeerGone, Received, RouterLink, frontend_path, remove_sockets, worker_path
+from srt.protocol.links import (
+    Broken,
+    Gatekeeper,
+    PeerGone,
+    Received,
+    RouterLink,
+    frontend_endpoint,
+    remove_sockets,
+    worker_endpoint,
+)
 from srt.protocol.messages import (
     Abort,
     ChildStart,
@@ -61,9 +70,12 @@ class Links:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: ChildStart, supervisor: int) -> None:
         remove_sockets(start.run_dir, previous_generation(start.generation, start.args.dp_size))
-        paths = frontend_path(start.run_dir, start.generation), worker_path(start.run_dir, start.generation)
-        self.frontends = RouterLink(context, paths[0], start.generation, read=decode_view)
-        self.workers = RouterLink(context, paths[1], start.generation)
+        address = "" if start.meeting is None else start.meeting.frontends[start.replica]
+        frontends = frontend_endpoint(start.run_dir, start.generation, address, start.meeting)
+        workers = worker_endpoint(start.run_dir, start.generation, start.meeting)
+        self._gatekeeper = Gatekeeper(context, (frontends, workers))
+        self.frontends = RouterLink(context, frontends.path, start.generation, decode_view, frontends.keys)
+        self.workers = RouterLink(context, workers.path, start.generation, keys=workers.keys)
         self._poller = zmq.Poller()
         for source in (self.workers.socket, self.frontends.socket, supervisor):
             self._poller.register(source, zmq.POLLIN)
@@ -77,6 +89,7 @@ class Links:
         for link in (self.frontends, self.workers):
             link.socket.setsockopt(zmq.LINGER, LINGER_MS)
             link.socket.close()
+        self._gatekeeper.close()
 
 
 class SchedulerProcess:

@@ -61,7 +61,8 @@ class ReplicaClient:
         convictions: Convictions,
         owner: ReplicaOwner,
     ) -> None:
-        """Link to the scheduler of `generation`. `connect` makes a SchedulerLink from a generation and the link's callbacks."""
+        """Link to the scheduler of `generation`. `connect` makes a SchedulerLink from a generation, an address and
+        the link's callbacks."""
         self.number = number
         self.deliveries = Deliveries(self._send, watch, RequestLedger(convictions, number))
         self.calls = ControlCalls(self._send)
@@ -75,7 +76,7 @@ class ReplicaClient:
         self._lost: EngineLost | None = None  # how the present scheduler ended, while the next one is not known
         self._connect = connect
         self._owner = owner
-        self._link = self._link_to(generation)
+        self._link = self._link_to(generation, "")
 
     # ---- The scheduler's end, and its successor
 
@@ -90,7 +91,7 @@ class ReplicaClient:
     def lost(self, lost: EngineLost) -> None:
         """Take note of how this scheduler ends. Its requests may go elsewhere when its last messages have come."""
         self._lost = lost
-        if not self.is_greeted or lost.is_final:
+        if not self.is_greeted or lost.is_final or lost.is_cut_off:
             self._go_to_next()
 
     def fail(self, error: RequestError) -> None:
@@ -119,12 +120,13 @@ class ReplicaClient:
         elif replaced is not None:
             self.deliveries.record_death(by_request=replaced.by_request)
             self._link.drop()
-            self._link = self._link_to(replaced.generation)
+            self._link = self._link_to(replaced.generation, replaced.address)
         self._owner.replica_changed(self)
 
-    def _link_to(self, generation: int) -> SchedulerLink:
+    def _link_to(self, generation: int, address: str) -> SchedulerLink:
         return self._connect(
             generation,
+            address=address,
             on_message=self._handle,
             on_idle=self.deliveries.acknowledge,
             on_lost=self._handle_loss,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from srt.protocol.codec import protocol_hash
+from srt.protocol.host_messages import MeetingPoints
 from srt.protocol.link_errors import LinkBroken
-from srt.protocol.links import DealerLink, frontend_path
+from srt.protocol.links import DealerLink, Endpoint, frontend_endpoint
 from srt.protocol.messages import FromFrontend, FrontendHello, Message
 
 _MESSAGES_PER_TURN = 32  # then the event loop's other tasks get a turn
@@ -34,7 +35,7 @@ class SchedulerLink:
         *,
         index: int,
         generation: int,
-        run_dir: str,
+        endpoint: Endpoint,
         process: str = "",
         on_message: Callable[[Message], None],
         on_idle: Callable[[], None],
@@ -53,7 +54,7 @@ class SchedulerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Random, so that a restarted frontend is not taken for its predecessor with the same index.
         identity = f"f{index}.{secrets.token_hex(4)}".encode()
-        self._link = DealerLink(self._context, frontend_path(run_dir, generation), generation, identity)
+        self._link = DealerLink(self._context, endpoint.path, generation, identity, endpoint.keys)
         self._monitor: Any = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._is_open = True
         self._is_turn_due = False
@@ -137,3 +138,21 @@ class SchedulerLink:
         self._monitor.close(0)
         self._link.close(linger_ms)
         self._context.term()  # waits up to `linger_ms` for queued messages to leave
+
+
+def connector(
+    index: int, run_dir: str, generations: Sequence[int], meeting: MeetingPoints | None
+) -> Callable[..., SchedulerLink]:
+    """Return a function that links frontend `index` to the scheduler of a generation.
+
+    Its arguments: the generation, the `address` that EngineReplaced gave, and the link's callbacks. `generations` are those of the
+    start, whose addresses `meeting` has.
+    """
+    process = secrets.token_hex(8)
+    first = {} if meeting is None else dict(zip(generations, meeting.frontends, strict=True))
+
+    def connect(generation: int, address: str, **callbacks: Any) -> SchedulerLink:
+        endpoint = frontend_endpoint(run_dir, generation, address or first.get(generation, ""), meeting)
+        return SchedulerLink(index=index, generation=generation, endpoint=endpoint, process=process, **callbacks)
+
+    return connect

@@ -41,9 +41,10 @@ from srt.managers.tokenizer_manager.request_checks import (
 )
 from srt.managers.tokenizer_manager.request_ledger import Convictions
 from srt.managers.tokenizer_manager.request_watch import RequestWatch
-from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink
+from srt.managers.tokenizer_manager.scheduler_link import SchedulerLink, connector
 from srt.managers.tokenizer_manager.text_codec import TextCodec, load_text_files
 from srt.protocol.engine_work import MemoryWork, NewWeights, SameWeights, SetWeightVersion, UpdateWeights
+from srt.protocol.host_messages import MeetingPoints
 from srt.protocol.labels import is_named
 from srt.protocol.messages import (
     AbortLabel,
@@ -97,7 +98,7 @@ class TokenizerManager:
     ) -> None:
         """Link to the schedulers of all replicas. Programs use `TokenizerManager.connect` instead.
 
-        connect: makes a SchedulerLink from a generation and the link's callbacks.
+        connect: makes a SchedulerLink from a generation, the scheduler's address and the link's callbacks.
         generations: the present generation of each replica.
         max_held: number of requests that may wait while there is no scheduler.
         compiler: None refuses constraints.
@@ -133,23 +134,18 @@ class TokenizerManager:
         model_folder: str,
         args: ServerArgs,
         tracer: Tracer | None = None,
+        meeting: MeetingPoints | None = None,
     ) -> TokenizerManager:
         """Load tokenizer and model facts, connect and say hello; raise StartError for what the user must change."""
         tokenizer, template = await asyncio.to_thread(load_text_files, model_folder, args)
         model = await asyncio.to_thread(read_model_facts, model_folder, args, template)
         adapters = await asyncio.to_thread(open_names, run_dir, model_folder, args)
-
-        process = secrets.token_hex(8)
-
-        def connect(generation: int, **callbacks: Any) -> SchedulerLink:
-            return SchedulerLink(index=index, generation=generation, run_dir=run_dir, process=process, **callbacks)
-
         return cls(
             model=model,
             tokenizer=tokenizer,
             template=template,
             new_seed=seed_source(args.random_seed, index),
-            connect=connect,
+            connect=connector(index, run_dir, generations, meeting),
             generations=generations,
             router=ReplicaRouter(args.load_balance_method, has_prefix_cache=not args.disable_radix_cache),
             max_held=args.max_queued_requests,

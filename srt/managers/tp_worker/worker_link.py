@@ -13,7 +13,7 @@ import zmq
 
 from srt.managers.process.child import Child, SupervisorGone
 from srt.protocol.link_errors import LinkBroken
-from srt.protocol.links import DealerLink, worker_path
+from srt.protocol.links import DealerLink, worker_endpoint
 from srt.protocol.messages import FromWorker, Stop, ToWorker
 
 LINGER_MS = 2000  # time to deliver the last messages of a worker that ends
@@ -26,8 +26,9 @@ class WorkerLink:
         start = child.start
         self._child = child
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = worker_path(start.run_dir, start.generation)
-        self._link = DealerLink(self._context, endpoint, start.generation, f"w{start.index}".encode())
+        endpoint = worker_endpoint(start.run_dir, start.generation, start.meeting)
+        identity = f"w{start.index}".encode()
+        self._link = DealerLink(self._context, endpoint.path, start.generation, identity, endpoint.keys)
         self._is_stopped = False
         self._is_woken = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -15,7 +15,6 @@ from srt.protocol.messages import MESSAGE_TYPES, Float32Array, Int32Array, Int64
 
 DTYPES = {Int32Array: np.int32, Int64Array: np.int64, Float32Array: np.float32}
 INT64 = st.integers(-(2**63), 2**64 - 1)
-SCALARS = st.one_of(st.none(), st.booleans(), INT64, st.floats(allow_nan=False), st.text(max_size=8))
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
@@ -30,7 +29,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.lists(values_of(arguments[0]), max_size=2).map(tuple)
     if origin is dict:
-        return st.dictionaries(st.text(max_size=5), SCALARS, max_size=3)
+        return st.dictionaries(st.text(max_size=5), values_of(arguments[1]), max_size=3)
     if origin in (types.UnionType, typing.Union):
         return st.one_of(*(st.none() if one is type(None) else values_of(one) for one in arguments))
     plain: dict[Any, st.SearchStrategy[Any]] = {
