@@ -152,6 +152,17 @@ async def run(url: str, server: ServerProcess, num_kills: int, end_s: float, see
     return tally
 
 
+def kill_all(model: str, folder: Path, num_kills: int, seconds: float, seed: int = 0) -> tuple[Tally, int]:
+    """Serve this model in two replicas, and kill what the seed draws. Return what happened and the server's exit code."""
+    words = ["--model-path", model, "--device", "cpu", "--dtype", "float32", "--port", "0", "--dp-size", "2"]
+    words += ["--tokenizer-worker-num", "2", "--max-total-tokens", "8192", "--max-replacements", "1000"]
+    with ServerProcess("srt.launch_server", words, folder) as server:
+        end_s = time.monotonic() + seconds
+        tally = asyncio.run(run(server.wait_ready(), server, num_kills, end_s, seed))
+        server.send(signal.SIGTERM)
+        return tally, server.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
@@ -159,16 +170,8 @@ def main() -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    words = ["--model-path", given.model, "--device", "cpu", "--dtype", "float32", "--port", "0", "--dp-size", "2"]
-    words += ["--tokenizer-worker-num", "2", "--max-total-tokens", "8192", "--max-replacements", "1000"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServerProcess("srt.launch_server", words, Path(folder)) as server,
-    ):
-        end_s = time.monotonic() + given.seconds
-        tally = asyncio.run(run(server.wait_ready(), server, given.kills, end_s, given.seed))
-        server.send(signal.SIGTERM)
-        code = server.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        tally, code = kill_all(given.model, Path(folder), given.kills, given.seconds, given.seed)
     print(f"{len(tally.kills)} kills: {dict(Counter(what for _, what, _ in tally.kills))}")
     print(f"{sum(tally.ends.values()) + len(tally.losses)} requests: {dict(tally.ends)}, {len(tally.losses)} lost")
     print(
