@@ -21,12 +21,12 @@ from srt.managers.process.child_process import (
     environment_of,
     spawn,
 )
-from srt.managers.process.replica_layout import children_of, layouts_of
+from srt.managers.process.replica_layout import children_of, host_of
 from srt.managers.supervisor.preflight import ServerPlan, check_and_listen
 from srt.managers.supervisor.run_dir import RunDir
 from srt.managers.supervisor.signal_pipe import SignalPipe
 from srt.managers.supervisor.systemd import ServiceManager
-from srt.server_args import ArgumentError, parse_args
+from srt.server_args import ArgumentError, ServerArgs, parse_args
 from srt.utils.bytecode import bytecode_environment
 from srt.utils.cache_folders import cache_environment
 from srt.utils.errors import StartError
@@ -34,6 +34,8 @@ from srt.utils.host import is_loopback, process_age_s, usable_cores
 from srt.utils.logs import json_line
 
 if TYPE_CHECKING:
+    from srt.managers.supervisor.hosts import Hosts
+    from srt.managers.supervisor.progress_display import ProgressDisplay
     from srt.protocol.stream import MessageStream
 
 
@@ -56,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return serve_runtime(int(lifeline_fd), started_s)
         args = parse_args(sys.argv[1:] if argv is None else argv)
         as_json = args.log_format == "json"
-        plan = check_and_listen(args, http=True)
+        plan = check_and_listen(args, http=args.node_rank == 0)
+        if args.node_rank > 0:
+            return follow(plan)
         if not is_loopback(args.host) and args.api_key is None:
             _say(f"Warning: {args.host} can be reached by others, and no --api-key is set.", "warning", as_json)
         return serve(plan, started_s, None)
@@ -85,6 +89,8 @@ def serve_runtime(lifeline_fd: int, started_s: float) -> int:
 
     lifeline, order = open_lifeline(lifeline_fd)
     try:
+        if order.args.nnodes > 1:
+            raise ArgumentError("nnodes is for servers: run python -m srt.launch_server on each host.")
         return serve(check_and_listen(order.args, http=order.http), started_s, lifeline)
     except (ArgumentError, StartError) as error:
         say_failed(lifeline, str(error))
@@ -97,35 +103,83 @@ def serve(
     """Start all processes side by side, and run them until they end."""
     run_dir = RunDir()
     try:
-        signals = SignalPipe()
         service_manager = ServiceManager()
+        # Before there are signals to wait for: Ctrl-C ends the wait for other hosts.
+        hosts = gather_hosts(plan, run_dir) if plan.args.nnodes > 1 else None
+        signals = SignalPipe()
         spawn = spawner(plan, modules)
-        children = [spawn(key) for key in all_children(plan)]
+        children = [spawn(key) for key in own_children(plan)]
         # Imported here, while the children load their modules.
-        from srt.managers.supervisor.progress_display import ProgressDisplay
         from srt.managers.supervisor.supervisor import Supervisor
-        from srt.utils.log_files import log_file_handler
 
-        args = plan.args
-        display = ProgressDisplay(
-            quiet=args.log_level in ("warning", "error"),
-            as_json=args.log_format == "json",
-            keep=log_file_handler("supervisor", os.getpid()),
-        )
-        return Supervisor(plan, run_dir, children, spawn, signals, display, service_manager, started_s, lifeline).run()
+        words = plan, run_dir, children, spawn, signals, new_display(plan.args), service_manager, started_s, lifeline
+        return Supervisor(*words, hosts).run()
     finally:
         run_dir.remove()
 
 
+def gather_hosts(plan: ServerPlan, run_dir: RunDir) -> Hosts:
+    """Wait until all other hosts have joined this one, which leads."""
+    from srt.managers.supervisor.host_facts import facts_of
+    from srt.managers.supervisor.hosts import Hosts
+    from srt.protocol.cluster_key import read_secret
+
+    args = plan.args
+    assert args.cluster_key_file is not None, "several hosts have a secret"
+    others = [key for key in all_children(plan) if host_of(key, args) > 0]
+    hosts = Hosts(args, others, facts_of(plan), read_secret(args.cluster_key_file), run_dir.path)
+    display = new_display(args)
+    display.say(f"Waiting for {args.nnodes - 1} more host{'s' * (args.nnodes > 2)} at {args.dist_init_addr}.")
+    hosts.wait(display.say)
+    return hosts
+
+
+def follow(plan: ServerPlan, modules: Mapping[str, str] = MODULES) -> int:
+    """Run the processes of a host that does not lead, until that or the server ends."""
+    from srt.managers.supervisor.following import FollowingSupervisor, join
+    from srt.managers.supervisor.host_facts import facts_of
+    from srt.protocol.cluster_key import read_secret
+
+    args = plan.args
+    assert args.cluster_key_file is not None, "several hosts have a secret"
+    run_dir, display, service_manager = RunDir(), new_display(args), ServiceManager()
+    try:
+        secret = read_secret(args.cluster_key_file)
+        sock, leader = join(args, facts_of(plan), secret, display.say)
+        display.say(f"Host {args.node_rank} has joined {args.dist_init_addr}.")
+        words = plan, run_dir, sock, leader, secret, spawner(plan, modules), SignalPipe(), display, service_manager
+        return FollowingSupervisor(*words).run()
+    finally:
+        run_dir.remove()
+
+
+def new_display(args: ServerArgs) -> ProgressDisplay:
+    """Return the display of this server's supervisor."""
+    from srt.managers.supervisor.progress_display import ProgressDisplay
+    from srt.utils.log_files import log_file_handler
+
+    return ProgressDisplay(
+        quiet=args.log_level in ("warning", "error"),
+        as_json=args.log_format == "json",
+        keep=log_file_handler("supervisor", os.getpid()),
+    )
+
+
 def all_children(plan: ServerPlan) -> list[ChildKey]:
-    """List all processes that the supervisor starts for this plan."""
+    """List all processes of this plan but the supervisors."""
     return children_of(plan.num_http_frontends, plan.args.tp_size, plan.args.dp_size, plan.args.pp_size)
+
+
+def own_children(plan: ServerPlan) -> list[ChildKey]:
+    """List the processes of this plan that run on this host."""
+    return [key for key in all_children(plan) if host_of(key, plan.args) == plan.args.node_rank]
 
 
 def spawner(plan: ServerPlan, modules: Mapping[str, str]) -> Callable[[ChildKey], ChildProcess]:
     """Return the function that starts a child, at first or as a replacement."""
-    num_processes = len(all_children(plan)) + 1
-    num_workers = sum(layout.num_ranks for layout in layouts_of(plan.args))
+    own = own_children(plan)
+    num_processes = len(own) + 1
+    num_workers = sum(key.role == "worker" for key in own)
     cores = usable_cores()
 
     def start(key: ChildKey) -> ChildProcess:

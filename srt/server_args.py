@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from srt.utils.deterministic import option_obstacle
-from srt.utils.lora_options import LORA, LoraOptions
+from srt.utils.host_options import HOSTS, HostOptions
+from srt.utils.lora_options import LORA
 from srt.utils.option import ArgumentError as ArgumentError
 from srt.utils.option import option
 from srt.utils.pipeline_stage import rank_obstacle
@@ -32,7 +33,7 @@ REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi 
 
 MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
 SPECULATION = "Speculative decoding"
-GROUPS = (MODEL, HTTP, MEMORY, SPECULATION, LORA, DEVICE, LOG)  # in the order of documents
+GROUPS = (MODEL, HTTP, MEMORY, SPECULATION, LORA, DEVICE, HOSTS, LOG)  # in the order of documents
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
@@ -43,7 +44,7 @@ GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
 
 
 @dataclass(frozen=True, slots=True)
-class ServerArgs(LoraOptions):
+class ServerArgs(HostOptions):
     """The options as the user gave them. `check()` refuses values that cannot work together; nothing is guessed here."""
 
     model_path: str = option(
@@ -403,6 +404,7 @@ class ServerArgs(LoraOptions):
             raise ArgumentError(f"--watchdog-timeout must be positive, not {self.watchdog_timeout}.")
         self._check_capabilities()
         self.check_adapters(self)
+        self.check_hosts(self)
         self.model_overrides()
 
     def _check_capabilities(self) -> None:
@@ -501,7 +503,7 @@ class ServerArgs(LoraOptions):
 
 # Options of SGLang that are not supported yet: refused as such, rather than as unknown options.
 UNSUPPORTED = frozenset(
-    "attn_dp_size nnodes node_rank dist_init_addr nccl_port tokenizer_mode skip_tokenizer_init"
+    "attn_dp_size nccl_port tokenizer_mode skip_tokenizer_init"
     " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend max_loaded_loras lora_eviction_policy lora_backend"
     " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -10,33 +13,74 @@ import torch.distributed as dist
 
 from srt.distributed.parallel_state import Group, TensorParallel
 from srt.distributed.pipeline import MessageLinks, Pipeline, StageGroup
+from srt.utils.errors import StartError
 
 if TYPE_CHECKING:
     from srt.distributed.peer_memory import PeerMemory
     from srt.distributed.stage_memory import LinkSizes
 
 Backend = Literal["gloo", "nccl"]
+POLL_S = 0.05
+distributed: Any = dist  # its own annotations lack what is used here
+
+
+class TcpMeeting:
+    """A port of the host of rank 0, for ranks on several hosts. All groups of an engine share it, each with its own name."""
+
+    def __init__(self, address: str, own_address: str, timeout_s: float, *, leads: bool) -> None:
+        """Listen there if this is rank 0, or wait for it. StartError if it does not come within `timeout_s`."""
+        host, _, port = address.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        self.own_address = own_address
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+        if leads:
+            # Opened here, because torch would listen on all interfaces.
+            listener = socket.create_server(
+                (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+            options["master_listen_fd"] = listener.detach()
+        else:
+            _await_port(host, int(port), timeout_s)
+        self.store: Any = distributed.TCPStore(host, int(port), None, leads, **options)
+
+    def named(self, name: str) -> TcpMeeting:
+        """Return the meeting of another group at the same port."""
+        other = copy.copy(self)
+        other.store = distributed.PrefixStore(name, self.store)
+        return other
+
+
+def _await_port(host: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens at the port; TCPStore would write a page of C++ frames to the log for each failed try."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                raise StartError(f"Rank 0 did not come to {host}:{port} within {timeout_s:.0f} s.") from error
+        time.sleep(POLL_S)
 
 
 def init_tensor_parallel(
     rank: int,
     size: int,
-    rendezvous_file: str,
+    rendezvous: str | TcpMeeting,
     backend: Backend,
     device: torch.device,
     timeout_s: float = 300.0,
     maps_peers: bool = True,
     expert_groups: int = 1,
 ) -> TensorParallel:
-    """Meet the other ranks at `rendezvous_file`, a path that they share and that no earlier group has used.
+    """Meet the other ranks at `rendezvous`: a path that they share and that no earlier group has used, or a port if hosts differ.
 
     A collective whose peers do not arrive fails after `timeout_s`. A single rank meets no others. GPUs map each other's memory for small
     tensors if they can, unless `maps_peers` is False.
     """
     if size == 1:
         return TensorParallel(0, 1, None, device)
-    store = dist.FileStore(rendezvous_file, size)  # type: ignore[attr-defined]  # missing in torch's own stubs
-    group = _open_group(store, rank, size, backend, timedelta(seconds=timeout_s))
+    group = _open_group(rendezvous, rank, size, backend, timedelta(seconds=timeout_s))
     tp = TensorParallel(rank, size, group, device, expert_groups=expert_groups)
     # Connect now, so that a missing rank is found at start-up and not in the first step.
     tp.min_int(rank)
@@ -45,16 +89,17 @@ def init_tensor_parallel(
     return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s), expert_groups)
 
 
-def init_pipeline(stage: int, num_stages: int, rendezvous_file: str, timeout_s: float, most_in_flight: int) -> Pipeline:
-    """Meet the other stages, over gloo, at `rendezvous_file`, a path that they share and that no earlier group has used.
+def init_pipeline(
+    stage: int, num_stages: int, rendezvous: str | TcpMeeting, timeout_s: float, most_in_flight: int
+) -> Pipeline:
+    """Meet the other stages, over gloo, at `rendezvous`: a path that they share and that no earlier group has used, or a port.
 
     A message whose peer does not arrive fails after `timeout_s`. Plans in flight are at most `most_in_flight`. Stages on GPUs call
     `open_device_links` afterwards.
     """
     if num_stages == 1:
         return Pipeline(0, 1)
-    store = dist.FileStore(rendezvous_file, num_stages)  # type: ignore[attr-defined]  # missing in torch's own stubs
-    group = cast("StageGroup", _open_group(store, stage, num_stages, "gloo", timedelta(seconds=timeout_s)))
+    group = cast("StageGroup", _open_group(rendezvous, stage, num_stages, "gloo", timedelta(seconds=timeout_s)))
     pipeline = Pipeline(stage, num_stages, group, MessageLinks(stage, num_stages, group, most_in_flight))
     pipeline.min_int(stage)  # connects now, so that a missing stage is found at start-up
     return pipeline
@@ -89,12 +134,16 @@ def _map_peers(tp: TensorParallel, timeout_s: float) -> PeerMemory | None:
     return open_peer_memory(tp, find_memory, timeout_s)
 
 
-def _open_group(store: Any, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:
+def _open_group(rendezvous: str | TcpMeeting, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:
     """Return a group of our own: torch's global group would be state shared by two engines in one process."""
+    if isinstance(rendezvous, str):
+        own_address, store = "127.0.0.1", distributed.FileStore(rendezvous, size)
+    else:
+        own_address, store = rendezvous.own_address, rendezvous.store
     kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
     options = kind._Options() if backend == "gloo" else kind.Options()
     options._timeout = timeout
     if backend == "gloo":
-        # All ranks are on this host: nothing listens on its other interfaces, and its hostname need not resolve.
-        options._devices = [kind.create_device(hostname="127.0.0.1")]
+        # Nothing listens on this host's other interfaces, and its hostname need not resolve.
+        options._devices = [kind.create_device(hostname=own_address)]
     return cast("Group", kind(store, rank, size, options))

@@ -55,7 +55,9 @@ class Service:
         self.feed = LiveFeed(self.snapshot, self.wait_draining)
         self.probe = HealthProbe()
         self.responses = ResponseStore() if args.enable_response_store else None
-        self.profiler = Profiler(run_dir, self.control, self.process_statuses)
+        self.profiler = Profiler(
+            run_dir, self.control, lambda: [status for status in self.process_statuses() if status.pid]
+        )  # those of other hosts write no traces here
 
     def begin(self, engine: TokenizerManager, startup_s: float) -> None:
         """Accept requests from now on, because the whole server is ready."""

@@ -182,6 +182,10 @@ async def update_from_disk(body: UpdateFromDiskBody, service: Service) -> Update
 async def update_from_tensors(file: bytes, version: str, service: Service, *, aborts: bool) -> UpdatedWeights:
     """Replace the weights that this safetensors file has. The workers read it in a folder that is deleted afterwards."""
     assert service.run_dir is not None, "a server's processes share a folder"
+    if service.args.nnodes > 1:
+        raise RequestError(
+            501, "Tensors in a body reach the workers of one host only: use /update_weights_from_disk with --nnodes."
+        )
     folder = await asyncio.to_thread(_stored, file, service.run_dir)
     try:
         work = LoadWeights(folder, is_partial=True)

@@ -345,7 +345,7 @@ def resolve_device(args: ServerArgs, worker: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    index = args.base_gpu_id + worker
+    index = args.base_gpu_id + worker % (args.dp_size * args.num_ranks // args.nnodes)  # its number on this host
     if index >= count:
         sizes = f"--tp {args.tp_size}" + (f" and --pp-size {args.pp_size}" if args.pp_size > 1 else "")
         sizes += f" and --dp-size {args.dp_size}" if args.dp_size > 1 else ""

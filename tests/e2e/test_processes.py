@@ -179,7 +179,7 @@ def test_every_wrong_start_is_one_sentence(qwen3_checkpoint: Path, tmp_path: Pat
         (qwen3_checkpoint, ["--tp", "3"], "--tp 3 does not divide the model's 4 query heads"),
         (qwen3_checkpoint, ["--page-size", "0"], "--page-size must be at least 1"),
         (qwen3_checkpoint, ["--colour", "blue"], "Unknown option --colour"),
-        (qwen3_checkpoint, ["--node-rank", "1"], "--node-rank is not supported yet"),
+        (qwen3_checkpoint, ["--nccl-port", "1"], "--nccl-port is not supported yet"),
         (qwen3_checkpoint, ["--host", "203.0.113.1"], "203.0.113.1"),
         (qwen3_checkpoint, certificate, "config.json cannot be used"),
     ]

@@ -409,7 +409,7 @@ MORE_MUTATIONS = (
         "whoever ends in a drain hands on the word to end",
         "managers/supervisor/replacer.py",
         "not self._of_role(self._stopping_role)",
-        "not self._of_role(child.role)",
+        "True",
     ),
     Mutation(
         "a gap is asked for from one token too far",

@@ -17,7 +17,7 @@ from math import inf
 from srt.managers.process.child_process import ChildKey
 from srt.managers.process.replica_layout import children_of
 from srt.managers.process.watchdog import longest_step_s
-from srt.managers.supervisor.replacer import (
+from srt.managers.supervisor.events import (
     ChildExited,
     ChildSpoke,
     Effect,
@@ -25,11 +25,11 @@ from srt.managers.supervisor.replacer import (
     Finish,
     Kill,
     LinkLost,
-    Replacer,
     Report,
     StopAsked,
     Tell,
 )
+from srt.managers.supervisor.replacer import Replacer
 from srt.protocol.messages import Failed, Heartbeat, Progress, Ready, Stop
 from tests.scheduler.settings import Settings
 from tests.scheduler.verdicts import BLAME, Cause, Verdicts

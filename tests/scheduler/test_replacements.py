@@ -17,11 +17,7 @@ from functools import partial
 
 from srt.managers.process.child_process import ChildKey
 from srt.managers.process.replica_layout import children_of
-from srt.managers.supervisor.replacer import (
-    CALM_S,
-    ENDING_S,
-    SETTLE_S,
-    SILENT_S,
+from srt.managers.supervisor.events import (
     BecameReady,
     ChildExited,
     ChildSpoke,
@@ -30,7 +26,6 @@ from srt.managers.supervisor.replacer import (
     Finish,
     Kill,
     LinkLost,
-    Replacer,
     Report,
     ServesAgain,
     Start,
@@ -38,6 +33,7 @@ from srt.managers.supervisor.replacer import (
     Tell,
     TellRuntime,
 )
+from srt.managers.supervisor.replacer import CALM_S, ENDING_S, SETTLE_S, SILENT_S, Replacer
 from srt.protocol.messages import EngineLost, EngineReplaced, Failed, Heartbeat, Ready, ServerReady, Stop
 
 NUM_STORIES = 1500

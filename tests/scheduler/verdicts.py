@@ -14,17 +14,8 @@ from dataclasses import dataclass
 from math import inf
 
 from srt.managers.process.child_process import ChildKey
-from srt.managers.supervisor.replacer import (
-    ENDING_S,
-    LAST_ANSWERS_S,
-    SETTLE_S,
-    SILENT_S,
-    BecameReady,
-    Effect,
-    Finish,
-    Kill,
-    Tell,
-)
+from srt.managers.supervisor.events import BecameReady, Effect, Finish, Kill, Tell
+from srt.managers.supervisor.replacer import ENDING_S, LAST_ANSWERS_S, SETTLE_S, SILENT_S
 from srt.protocol.messages import ServerReady, Stop
 
 ROLES = ("frontend", "scheduler", "worker")  # in the order of an end

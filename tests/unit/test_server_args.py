@@ -12,6 +12,7 @@ from srt import server_args
 from srt.server_args import ArgumentError, ServerArgs, from_keywords, parse_args
 
 MODEL = ["--model-path", "m"]
+HOSTS = [*MODEL, *"--nnodes 2 --dp-size 2 --dist-init-addr h:5000 --cluster-key-file key".split()]
 
 
 def test_defaults_are_the_same_from_the_command_line_and_from_keywords() -> None:
@@ -101,6 +102,17 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
             [*MODEL, "--pp-size", "2", "--speculative-algorithm", "NGRAM"],
             "--speculative-algorithm works with all layers",
         ),
+        ([*MODEL, "--nnodes", "0"], "--nnodes must be at least 1, not 0"),
+        ([*MODEL, "--node-rank", "1"], "--node-rank must lie between 0 and 0 (see --nnodes), not 1"),
+        ([*MODEL, "--dist-init-addr", "10.0.0.1:5000"], "--dist-init-addr needs --nnodes of at least 2"),
+        ([*MODEL, "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),
+        ([*MODEL, *"--nnodes 2 --dist-init-addr h:5000".split()], "--nnodes 2 needs --cluster-key-file"),
+        ([*HOSTS, "--dist-init-addr", "h"], "--dist-init-addr must be HOST:PORT"),
+        ([*HOSTS, "--dist-init-addr", "0.0.0.0:5000"], "--dist-init-addr must be an address that the other hosts can"),
+        ([*HOSTS, "--dist-init-addr", "h:65530"], "needs 6 free ports behind its own, so 65530 is too high"),
+        ([*HOSTS, "--nnodes", "3"], "--nnodes 3 does not divide the 2 workers"),
+        ([*HOSTS, "--nnodes", "4", "--dp-size", "6", "--tp", "2"], "--nnodes 4 does not divide the 12 workers"),
+        ([*HOSTS, "--enable-lora"], "--enable-lora works on one host only"),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
         ([*MODEL, "stray"], "Unknown option stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings
@@ -128,7 +140,7 @@ def test_a_wrong_option_is_one_sentence_that_names_it(words: list[str], said: st
         ({"served_model_name": 5}, "served_model_name must be a name or a list of names"),
         ({"served_model_name": ["a", 5]}, "served_model_name must be a name or a list of names"),
         ({"no_such_thing": 1}, "Unknown option no_such_thing"),
-        ({"node_rank": 1}, "node_rank is not supported yet"),
+        ({"nccl_port": 1}, "nccl_port is not supported yet"),
         ({"pp_size": 0}, "--pp-size must be at least 1, not 0"),
         ({"pp_layer_partition": "2"}, "pp_layer_partition must be a number or a list of numbers"),
         ({"tp_size": 0}, "must be at least 1, not 0"),

@@ -25,9 +25,10 @@ _NAMES = ("pid", "beat_s", "age_s", "is_overdue", "num_replaced")
 class HeartbeatWriter:
     """Writer of one process's heartbeat; `process` is a name like `worker 0`. If the folder is not writable, no other process sees it."""
 
-    def __init__(self, run_dir: str | Path, process: str) -> None:
+    def __init__(self, run_dir: str | Path, process: str, *, is_elsewhere: bool = False) -> None:
+        """Write this process's own heartbeat, or that of a process on another host, whose pid means nothing here."""
         self._numbers = SharedNumbers.fresh(Path(run_dir) / file_name(_PREFIX, process), _NAMES)
-        self._numbers.set("pid", os.getpid())
+        self._numbers.set("pid", 0 if is_elsewhere else os.getpid())
 
     def beat(self, now_s: float, age_s: float = 0.0, is_overdue: bool = False) -> None:
         """Record a sign of life at `now_s` (CLOCK_MONOTONIC). `age_s`: seconds since a piece of work was last completed; 0 while idle."""
@@ -43,7 +44,7 @@ class HeartbeatWriter:
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     process: str
-    pid: int
+    pid: int  # 0: on another host
     silent_s: float  # since its last heartbeat
     age_s: float  # since it last completed a piece of work
     is_overdue: bool

@@ -5,6 +5,9 @@ are numbered from 0, the first replica's before the second's, and so are its sch
 
 A replica has `--pp-size` stages, each of `--tp-size` ranks. The ranks of the last stage come first, and those of the first stage last. So
 rank 0 is always one that draws, and the scheduler takes the results of steps from it.
+
+With `--nnodes` the workers are divided evenly between the hosts, in the order of their numbers. A scheduler runs where rank 0 does, and
+frontends run on host 0.
 """
 
 from __future__ import annotations
@@ -89,3 +92,16 @@ def children_of(num_frontends: int, tp_size: int, dp_size: int = 1, pp_size: int
     workers = [worker for layout in layouts for worker in layout.workers]
     frontends = [ChildKey("frontend", index) for index in range(num_frontends)]
     return [*workers, *(layout.scheduler for layout in layouts), *frontends]
+
+
+def workers_per_host(args: ServerArgs) -> int:
+    """Return the number of workers on each host of a server."""
+    return args.dp_size * args.num_ranks // args.nnodes
+
+
+def host_of(child: ChildKey, args: ServerArgs) -> int:
+    """Return the number of the host that this process runs on."""
+    if child.role == "frontend":
+        return 0
+    worker = child.index if child.role == "worker" else child.replica * args.num_ranks
+    return worker // workers_per_host(args)

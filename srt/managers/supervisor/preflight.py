@@ -136,6 +136,11 @@ def check_model(args: ServerArgs) -> Path:
     config.check_tp(args.tp_size, args.ep_size)
     if args.ep_size > 1:
         check_expert_groups(args, config)
+    if args.nnodes > args.dp_size and not runs_on_cpu(args):
+        raise StartError(
+            f"On GPUs each host has whole replicas: use --dp-size {args.nnodes} or more with --nnodes {args.nnodes}, or serve with"
+            " --device cpu."
+        )
     if args.pp_size > 1:
         check_pipeline(args, config)
     if config.is_encoder:
@@ -248,9 +253,10 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
             )
         return
     available = available_memory_bytes()
-    needed *= args.dp_size
+    needed = needed * args.dp_size // args.nnodes
     if needed > available:
-        copies, fewer = (f" in {args.dp_size} replicas", " a smaller --dp-size,") if args.dp_size > 1 else ("", "")
+        num_copies = args.dp_size // args.nnodes
+        copies, fewer = (f" in {num_copies} replicas", " a smaller --dp-size,") if num_copies > 1 else ("", "")
         raise StartError(
             f"The weights take {needed / 1e9:.1f} GB as {dtype}{copies}, and {available / 1e9:.1f} GB of memory are available:"
             f" choose{fewer} a smaller model, or --dtype bfloat16 if it is not set already."

@@ -6,6 +6,9 @@ Before the server is ready every process is needed. When the first one ends, the
 processes that cannot continue are ended and, once they are gone, replaced. A frontend is replaced alone. The scheduler and all workers
 of a replica, which form an engine, are replaced together by a new generation. Frontends send their unfinished requests to it again, or
 to the other replicas as soon as they hear EngineLost.
+
+With several hosts, the loss of one is that of all its processes, by no fault of a request. Its replicas start again when it is back.
+When no replica is left that needs none of the lost hosts, the server ends.
 """
 
 from __future__ import annotations
@@ -18,6 +21,26 @@ from typing import assert_never
 
 from srt.managers.process.child_process import ChildKey
 from srt.managers.process.replica_layout import first_generation, next_generation
+from srt.managers.supervisor.events import (
+    BecameReady,
+    ChildExited,
+    ChildSpoke,
+    Effect,
+    Event,
+    Finish,
+    HostBack,
+    HostLost,
+    Kill,
+    LinkLost,
+    Report,
+    SaveReport,
+    ServesAgain,
+    Start,
+    StopAsked,
+    Stopping,
+    Tell,
+    TellRuntime,
+)
 from srt.protocol.messages import (
     EngineLost,
     EngineReplaced,
@@ -37,112 +60,6 @@ LAST_ANSWERS_S = 1.0  # for frontends to tell their clients that the engine has 
 ENDING_S = 3.0  # for the other processes to end by themselves
 START_S = 120.0  # for replacements to get ready, plus ten times the duration of the server's first start
 CALM_S = 300.0  # replacements count towards --max-replacements for this long
-
-
-Report = Progress | Ready | Heartbeat | Failed
-"""What a child says of itself."""
-
-
-# ---- Events
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSpoke:
-    child: ChildKey
-    message: Report
-
-
-@dataclass(frozen=True, slots=True)
-class ChildExited:
-    child: ChildKey
-    returncode: int  # negative: the signal that killed it
-
-
-@dataclass(frozen=True, slots=True)
-class LinkLost:
-    """A child's link ended. `reason` says why bytes from the child cannot be read; None: the child closed the link and should exit."""
-
-    child: ChildKey
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """Request to stop, from a signal or the Runtime. A second request, or one without grace, stops at once."""
-
-    grace_s: float
-
-
-Event = ChildSpoke | ChildExited | LinkLost | StopAsked
-
-
-# ---- Effects
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    child: ChildKey
-    message: ServerReady | EngineReplaced | EngineLost | Stop
-
-
-@dataclass(frozen=True, slots=True)
-class TellRuntime:
-    """Tell the Runtime, if one started the server."""
-
-    message: EngineReplaced | EngineLost
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    child: ChildKey
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """Save the start-up report: all processes are ready. Frontends read it when they are told ServerReady."""
-
-
-@dataclass(frozen=True, slots=True)
-class BecameReady:
-    """Announce to the user that the server is ready; all processes were told already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start replacements for processes that are gone; `reason` says why they ended.
-
-    `generation` is the number of the engine that the replacements belong to or, if they are frontends, will serve.
-    """
-
-    children: tuple[ChildKey, ...]
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServesAgain:
-    """Report that replaced processes are ready."""
-
-    children: tuple[ChildKey, ...]
-    after_s: float  # since the loss was first known
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """Report that the orderly end begins; running requests have at most `grace_s` seconds left."""
-
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """End the supervisor: all processes have ended. `reason` is the sentence for the user, if the end was not asked for."""
-
-    exit_code: int
-    reason: str | None
-
-
-Effect = Tell | TellRuntime | Kill | SaveReport | BecameReady | Start | ServesAgain | Stopping | Finish
 
 
 class State(Enum):
@@ -226,6 +143,7 @@ class Replacer:
     _deadlines: list[_Deadline] = field(default_factory=list)
     _groups: dict[ChildKey, _Group] = field(default_factory=dict)  # each child's group
     _engines: list[_Group] = field(default_factory=list)  # by replica
+    _away: set[ChildKey] = field(default_factory=set)  # processes of lost hosts
     _startup_s: float = 0.0
     _past_replacements: str = ""  # a sentence that is added to the reason of the server's end
     _has_given_up: bool = False  # frontends were told, after a stop came, that running requests fail
@@ -259,6 +177,11 @@ class Replacer:
                 return self._link_lost(child, reason, now_s)
             case StopAsked(grace_s):
                 return self._stop(grace_s, now_s)
+            case HostLost(children, sentence):
+                return self._host_lost(children, sentence, now_s)
+            case HostBack(children):
+                self._away.difference_update(children)
+                return [effect for engine in self._engines for effect in self._perhaps_start(engine, now_s)]
             case _:
                 assert_never(event)
 
@@ -373,12 +296,39 @@ class Replacer:
                 self._past_replacements = ""
                 self._hear_cause(sentence, number)
         self._forget(child)
-        group = self._groups[child]
-        if self.state is State.READY and group.lost is not None and not any(m in self._alive for m in group.members):
-            effects += self._start(group, group.lost, now_s)
+        return effects + self._perhaps_start(self._groups[child], now_s) + self._perhaps_end(now_s)
+
+    def _host_lost(self, children: tuple[ChildKey, ...], sentence: str, now_s: float) -> list[Effect]:
+        """Give up the processes of a host that is gone."""
+        self._away.update(children)
+        engines = [engine for engine in self._engines if not self._away.isdisjoint(engine.members)]
+        gone = [child for child in children if self._alive.pop(child, None) is not None]
+        effects: list[Effect] = []
+        if self.state is State.READY and len(engines) == len(self._engines):
+            effects += self._fail(sentence, 0, now_s)
+        elif gone:
+            for engine in [engine for engine in engines if not set(engine.members).isdisjoint(children)]:
+                effects += self._cannot_go_on(engine.members[0], sentence, signal.SIGKILL, now_s)
+        for child in gone:
+            self._forget(child)
+        for engine in engines:
+            effects += self._perhaps_start(engine, now_s)
+        return effects + self._perhaps_end(now_s)
+
+    def _perhaps_start(self, group: _Group, now_s: float) -> list[Effect]:
+        """Start a lost group again if all of its members have ended, and their hosts are there."""
+        if self.state is not State.READY or group.lost is None:
+            return []
+        if any(member in self._alive or member in self._away for member in group.members):
+            return []
+        return self._start(group, group.lost, now_s)
+
+    def _perhaps_end(self, now_s: float) -> list[Effect]:
+        """Go on with the end of the server if all processes have ended that it waits for."""
+        effects: list[Effect] = []
         if self.state is State.STOPPING and not self._of_role(self._stopping_role):
             effects += self._next_stage(now_s)
-        if not self._alive:
+        if not self._alive and self.state is not State.FINISHED:
             effects += self._finish()
         return effects
 
@@ -447,7 +397,8 @@ class Replacer:
         if not group.is_engine or len(self._engines) == 1 or group.was_announced or not cause.signal:
             return []
         group.was_announced = True
-        return self._tell_frontends(EngineLost(group.replica, _is_by_request(cause)))
+        is_cut_off = not self._away.isdisjoint(group.members)
+        return self._tell_frontends(EngineLost(group.replica, _is_by_request(cause), is_cut_off=is_cut_off))
 
     def _tell_frontends(self, message: EngineReplaced | EngineLost) -> list[Effect]:
         return [TellRuntime(message), *(Tell(child, message) for child in self._of_role("frontend"))]

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from srt.utils.errors import StartError
@@ -119,3 +120,12 @@ def _remove_if_unlocked(path: Path) -> bool:
         return True
     finally:
         os.close(lock_fd)
+
+
+@contextlib.contextmanager
+def must_be_written(path: Path) -> Iterator[None]:
+    """Turn a failed write into StartError: the server needs this file."""
+    try:
+        yield
+    except OSError as error:
+        raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error

@@ -10,37 +10,39 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from srt.managers.process.child_process import ChildKey, ChildProcess
 from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
 from srt.managers.process.watchdog import OVERSLEPT_S, longest_step_s
-from srt.managers.supervisor.preflight import ServerPlan
-from srt.managers.supervisor.progress_display import REFRESH_S, ProgressDisplay
-from srt.managers.supervisor.replacer import (
+from srt.managers.supervisor.events import (
     BecameReady,
     ChildExited,
     ChildSpoke,
     Effect,
     Event,
     Finish,
+    HostLost,
     Kill,
     LinkLost,
-    Replacer,
     SaveReport,
     ServesAgain,
     Start,
-    State,
     StopAsked,
     Stopping,
     Tell,
     TellRuntime,
 )
-from srt.managers.supervisor.run_dir import ADDRESS_FILE, RunDir
+from srt.managers.supervisor.hosts import ChildSaid, Hosts
+from srt.managers.supervisor.preflight import ServerPlan
+from srt.managers.supervisor.progress_display import REFRESH_S, ProgressDisplay
+from srt.managers.supervisor.replacer import Replacer, State
+from srt.managers.supervisor.run_dir import ADDRESS_FILE, RunDir, must_be_written
 from srt.managers.supervisor.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.supervisor.systemd import ServiceManager
 from srt.protocol.engine_work import EngineLedger
@@ -51,9 +53,8 @@ from srt.protocol.messages import (
     EngineReplaced,
     EngineStarted,
     Failed,
-    Heartbeat,
+    FromChild,
     Progress,
-    Ready,
     RecordLedger,
     ServerReady,
     Stop,
@@ -81,8 +82,11 @@ class Supervisor:
         service_manager: ServiceManager,
         started_s: float,
         lifeline: MessageStream | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
+        """Adopt `children`, which were just started. Those of other `hosts` are started by `run`."""
         self._plan = plan
+        self._hosts = hosts
         self._run_dir = run_dir
         self._signals = signals
         self._display = display
@@ -94,14 +98,14 @@ class Supervisor:
         self._by_pid: dict[int, ChildKey] = {}
         # Children that could not be started: when the Replacer is told, and why.
         self._unborn: dict[ChildKey, tuple[float, str]] = {}
-        self._replacer = Replacer(
-            [child.key for child in children], started_s, longest_step_s(plan.args), plan.args.max_replacements
-        )
-        self._report = StartupReport(started_s, {child.key: child.spawned_s for child in children})
+        spawned_s = {child.key: child.spawned_s for child in children}
+        spawned_s |= dict.fromkeys(() if hosts is None else hosts.children, time.monotonic())
+        self._replacer = Replacer(list(spawned_s), started_s, longest_step_s(plan.args), plan.args.max_replacements)
+        self._report = StartupReport(started_s, spawned_s)
         self._selector = selectors.DefaultSelector()
         self._heartbeat = HeartbeatWriter(run_dir.path, "supervisor")
         self._checkpoint_version = version_of(plan.model_folder)
-        with _must_be_written(run_dir.path):
+        with must_be_written(run_dir.path):
             ControlWords.create(run_dir.path, plan.args)
         self._ledgers: dict[int, EngineLedger] = {}  # by replica: what its engine was told
         self._exit_code: int | None = None
@@ -119,6 +123,10 @@ class Supervisor:
                 (self._run_dir.path / ADDRESS_FILE).write_text(self._plan.url, "ascii")
         for key in self._streams:
             self._send_start(key, self._replacer.generation_of(key))
+        if self._hosts is not None:
+            self._selector.register(self._hosts, selectors.EVENT_READ)
+            for key in self._hosts.children:
+                self._start_elsewhere(self._hosts, key, self._replacer.generation_of(key))
         self._notify_runtime(
             EngineStarted(
                 str(self._run_dir.path),
@@ -131,6 +139,7 @@ class Supervisor:
         # Handle what came before the selector was set up.
         self._reap()
         self._hear_runtime()
+        self._hear_hosts()
         while self._exit_code is None:
             self._wait_and_handle()
         return self._exit_code
@@ -149,16 +158,25 @@ class Supervisor:
             generation=generation,
             run_dir=str(self._run_dir.path),
             model_folder=str(self._plan.model_folder),
-            num_frontends=self._plan.num_http_frontends + (self._lifeline is not None),
+            num_frontends=self._num_frontends,
             args=self._plan.args,
             num_tokens=self._num_tokens(key),
             checkpoint_version=self._checkpoint_version,
             replica=key.replica,
             engines=self._replacer.generations if key.role == "frontend" else [],
             ledger=self._ledgers.get(key.replica, EngineLedger()),
+            meeting=None if self._hosts is None else self._hosts.meeting(key),
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             self._streams[key].send(start)
+
+    @property
+    def _num_frontends(self) -> int:
+        return self._plan.num_http_frontends + (self._lifeline is not None)
+
+    def _start_elsewhere(self, hosts: Hosts, key: ChildKey, generation: int) -> None:
+        ledger = self._ledgers.get(key.replica, EngineLedger())
+        hosts.start(key, generation, self._num_frontends, self._num_tokens(key), ledger)
 
     def _num_tokens(self, key: ChildKey) -> int:
         """Return the KV tokens of the worker that this one replaces; 0 if it replaces none."""
@@ -174,6 +192,8 @@ class Supervisor:
         ready = self._selector.select(timeout_s)
         if timeout_s is not None and time.monotonic() - asleep_since_s > timeout_s + OVERSLEPT_S:
             self._replacer.excuse(time.monotonic())
+            if self._hosts is not None:
+                self._hosts.excuse(time.monotonic())
         for selected, _ in ready:
             if isinstance(selected.data, ChildKey):
                 self._hear(selected.data)
@@ -182,6 +202,11 @@ class Supervisor:
                 self._handle_signals()
             elif selected.fileobj is self._lifeline:
                 self._hear_runtime()
+            elif selected.fileobj is self._hosts:
+                self._hear_hosts()
+        if self._hosts is not None:
+            for event in self._hosts.tend(time.monotonic()):
+                self._handle_host(event)
         self._bury_unborn()
         self._apply(self._replacer.tick(time.monotonic()))
         if self._replacer.state is State.STARTING:
@@ -214,17 +239,38 @@ class Supervisor:
                 return
             if message is None:
                 return
-            if not isinstance(message, (Progress, Ready, Heartbeat, Failed, RecordLedger)):
+            if not isinstance(message, FromChild):
                 self._drop_stream(key)
                 self._handle(LinkLost(key, f"unexpected {type(message).__name__}"))
                 return
-            if isinstance(message, RecordLedger):
-                self._ledgers[key.replica] = message.ledger
-                continue
-            now_s = time.monotonic()
-            if self._replacer.state is State.STARTING and self._report.record(key, message, now_s):
-                self._display.update(self._report, key, now_s)
-            self._handle(ChildSpoke(key, message))
+            self._heard(key, message)
+
+    def _heard(self, key: ChildKey, message: FromChild) -> None:
+        if isinstance(message, RecordLedger):
+            self._ledgers[key.replica] = message.ledger
+            return
+        now_s = time.monotonic()
+        if self._replacer.state is State.STARTING and self._report.record(key, message, now_s):
+            self._display.update(self._report, key, now_s)
+        self._handle(ChildSpoke(key, message))
+
+    def _hear_hosts(self) -> None:
+        """Handle what other hosts and their processes say."""
+        for news in () if self._hosts is None else self._hosts.receive():
+            if isinstance(news, str):
+                self._display.say(news)
+            elif not isinstance(news, ChildSaid):
+                self._handle_host(news)
+            elif isinstance(news.message, FromChild):
+                # Each host has a clock of its own.
+                now_s = time.monotonic()
+                message = news.message
+                self._heard(news.child, replace(message, at_s=now_s) if isinstance(message, Progress) else message)
+
+    def _handle_host(self, event: Event) -> None:
+        self._handle(event)
+        if isinstance(event, HostLost) and self._replacer.state is State.READY:  # otherwise it is the reason of the end
+            self._display.error(f"{event.sentence} What ran there is started again when it is back.")
 
     def _drop_stream(self, key: ChildKey) -> None:
         stream = self._streams.pop(key)
@@ -281,9 +327,7 @@ class Supervisor:
         for effect in effects:
             match effect:
                 case Tell(child, message):
-                    if child in self._streams:
-                        with contextlib.suppress(PeerGone):
-                            self._streams[child].send(message)
+                    self._tell(child, message)
                 case TellRuntime(message):
                     self._notify_runtime(message)
                 case Kill(child):
@@ -307,9 +351,22 @@ class Supervisor:
                 case _:
                     assert_never(effect)
 
+    def _tell(self, child: ChildKey, message: ServerReady | EngineReplaced | EngineLost | Stop) -> None:
+        if self._hosts is not None and self._hosts.owns(child):
+            self._hosts.tell(child, message)
+        elif child in self._streams:
+            if self._hosts is not None and isinstance(message, EngineReplaced):
+                message = replace(message, address=self._hosts.frontend_address(message.replica))
+            with contextlib.suppress(PeerGone):
+                self._streams[child].send(message)
+
     def _start(self, keys: tuple[ChildKey, ...], generation: int, reason: str) -> None:
         self._display.error(f"{reason} {_names(keys)} replaced.")
         for key in keys:
+            if self._hosts is not None and self._hosts.owns(key):
+                self._start_elsewhere(self._hosts, key, generation)
+                self._heartbeat.count_replacement()
+                continue
             if key in self._streams:  # a process that the old child started still holds the other end
                 self._drop_stream(key)
             try:
@@ -330,6 +387,9 @@ class Supervisor:
 
     def _kill(self, key: ChildKey) -> None:
         """Kill the child's whole process group: a helper that it started must not outlive it."""
+        if self._hosts is not None and self._hosts.owns(key):
+            self._hosts.kill(key)
+            return
         pid = self._children[key].popen.pid
         if self._by_pid.get(pid) == key:  # not reaped yet, so the pid is still its own
             if is_exiting(pid):
@@ -339,7 +399,7 @@ class Supervisor:
 
     def _save_report(self) -> None:
         path = self._run_dir.path / STARTUP_FILE
-        with _must_be_written(path):
+        with must_be_written(path):
             self._report.write(path, time.monotonic())
 
     def _announce_ready(self) -> None:
@@ -356,21 +416,14 @@ class Supervisor:
             self._notify_runtime(Failed(reason))
             self._service_manager.failed(reason)
             self._display.error(reason)
+        if self._hosts is not None:
+            self._hosts.close(reason or "")
         self._exit_code = exit_code
 
     def _notify_runtime(self, message: EngineStarted | ServerReady | EngineReplaced | EngineLost | Failed) -> None:
         if self._lifeline:
             with contextlib.suppress(PeerGone):
                 self._lifeline.send(message)
-
-
-@contextlib.contextmanager
-def _must_be_written(path: Path) -> Iterator[None]:
-    """Turn a failed write into StartError: the server needs this file."""
-    try:
-        yield
-    except OSError as error:
-        raise StartError(f"{path} cannot be written ({error.strerror}): set TMPDIR to another folder.") from error
 
 
 def _names(keys: tuple[ChildKey, ...]) -> str:

@@ -61,6 +61,7 @@ from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from srt.constrained.vocabulary import Vocabulary
+    from srt.distributed.rendezvous import TcpMeeting
     from srt.model_executor.memory.memory_loan import MemoryLoan
     from srt.model_executor.model_runner import ModelRunner
     from srt.model_executor.step.step_output import StepOutput
@@ -386,10 +387,11 @@ def load_runner(child: Child) -> ModelRunner:
         threading.Thread(target=_hash_compiler, name="compiler's hash", daemon=True).start()
     child.report_phase("communicator")
     stage, tp_rank = layout.stage_of(rank), layout.tp_rank_of(rank)
+    meeting_of = _meetings(start, rank)
     tp = init_tensor_parallel(
         tp_rank,
         layout.tp,
-        _rendezvous(start, "" if layout.pp == 1 else f"stage-{stage}-"),
+        meeting_of("" if layout.pp == 1 else f"stage-{stage}-"),
         "gloo" if device.type == "cpu" else "nccl",
         device,
         args.dist_timeout,
@@ -397,7 +399,7 @@ def load_runner(child: Child) -> ModelRunner:
         expert_groups=args.ep_size,
     )
     pipeline = init_pipeline(
-        stage, layout.pp, _rendezvous(start, f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1
+        stage, layout.pp, meeting_of(f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1
     )
     link_stages(args, config, pipeline, device)
     child.report_phase("weights")
@@ -413,6 +415,16 @@ def load_runner(child: Child) -> ModelRunner:
             num_tokens=start.num_tokens,
             pipeline=pipeline,
         )
+
+
+def _meetings(start: ChildStart, rank: int) -> Callable[[str], str | TcpMeeting]:
+    """Return a function that says where the ranks of a group meet: at a port if they are on several hosts, else at a file."""
+    from srt.distributed.rendezvous import TcpMeeting
+
+    points = start.meeting
+    if points is None or not points.ranks:
+        return lambda group: _rendezvous(start, group)
+    return TcpMeeting(points.ranks, points.address, start.args.dist_timeout, leads=rank == 0).named
 
 
 def _rendezvous(start: ChildStart, group: str) -> str:

@@ -9,6 +9,24 @@ import pytest
 
 from srt.managers.process.child_process import ChildKey
 from srt.managers.process.replica_layout import ReplicaLayout
+from srt.managers.supervisor.events import (
+    BecameReady,
+    ChildExited,
+    ChildSpoke,
+    Effect,
+    Finish,
+    HostBack,
+    HostLost,
+    Kill,
+    LinkLost,
+    SaveReport,
+    ServesAgain,
+    Start,
+    StopAsked,
+    Stopping,
+    Tell,
+    TellRuntime,
+)
 from srt.managers.supervisor.replacer import (
     CALM_S,
     ENDING_S,
@@ -16,22 +34,8 @@ from srt.managers.supervisor.replacer import (
     SETTLE_S,
     SILENT_S,
     START_S,
-    BecameReady,
-    ChildExited,
-    ChildSpoke,
-    Effect,
-    Finish,
-    Kill,
-    LinkLost,
     Replacer,
-    SaveReport,
-    ServesAgain,
-    Start,
     State,
-    StopAsked,
-    Stopping,
-    Tell,
-    TellRuntime,
 )
 from srt.protocol.messages import EngineLost, EngineReplaced, Failed, Heartbeat, Progress, Ready, ServerReady, Stop
 
@@ -66,6 +70,65 @@ def told(effects: list[Effect]) -> list[ChildKey]:
 
 def killed(effects: list[Effect]) -> list[ChildKey]:
     return [effect.child for effect in effects if isinstance(effect, Kill)]
+
+
+ELSEWHERE = (ChildKey("worker", 1, 1), ChildKey("scheduler", 1, 1))
+HERE = [ChildKey("worker", 0), ChildKey("scheduler", 0), *FRONTENDS]
+
+
+def on_two_hosts() -> Replacer:
+    """Of a server with a replica on each host."""
+    replacer = Replacer([*HERE, *ELSEWHERE], started_s=0.0, stuck_s=60.0, most_replacements=3)
+    gets_ready(replacer, [*HERE, *ELSEWHERE], 1.0)
+    return replacer
+
+
+def test_the_replica_of_a_lost_host_starts_when_the_host_is_back() -> None:
+    replacer = on_two_hosts()
+    effects = replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone."), 5.0)
+    assert effects == [
+        TellRuntime(lost := EngineLost(1, False, is_cut_off=True)),
+        *(Tell(child, lost) for child in FRONTENDS),
+    ]
+    assert replacer.tick(6.0) == []
+    effects = replacer.handle(HostBack(ELSEWHERE), 700.0)
+    assert effects[0] == Start(ELSEWHERE, 4, "Host 1 is gone.")
+    assert Tell(FRONTENDS[0], EngineReplaced(4, False, 1)) in effects
+    assert ServesAgain(ELSEWHERE, 695.0) in gets_ready(replacer, ELSEWHERE, 700.0)
+
+
+def test_a_host_may_be_lost_while_its_replica_starts() -> None:
+    replacer = on_two_hosts()
+    replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone."), 5.0)
+    replacer.handle(HostBack(ELSEWHERE), 6.0)
+    replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone again."), 7.0)
+    assert replacer.tick(500.0) == [] and replacer.state is State.READY
+    assert Start(ELSEWHERE, 6, "Host 1 is gone again.") in replacer.handle(HostBack(ELSEWHERE), 600.0)
+
+
+def test_a_server_without_a_replica_ends_with_the_lost_host() -> None:
+    part = (WORKERS[1],)
+    replacer = ready(most_replacements=3)
+    effects = replacer.handle(HostLost(part, "Host 1 is gone."), 5.0)
+    assert effects == [Tell(child, Stop(LAST_ANSWERS_S, "Host 1 is gone.")) for child in FRONTENDS]
+    assert killed(replacer.tick(5.0 + SETTLE_S)) == [WORKERS[0], SCHEDULER]
+    exits(replacer, [WORKERS[0], SCHEDULER], 6.0, -9)
+    assert exits(replacer, FRONTENDS, 6.0) == [Finish(1, "Host 1 is gone.")]
+
+
+def test_a_host_lost_at_the_start_or_in_a_stop_is_the_reason() -> None:
+    replacer = Replacer([*HERE, *ELSEWHERE], started_s=0.0, stuck_s=60.0, most_replacements=3)
+    assert replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone."), 0.5) == []
+    assert killed(replacer.tick(0.5 + SETTLE_S)) == HERE
+    assert exits(replacer, HERE, 1.0, -9) == [Finish(1, "Host 1 is gone.")]
+
+    replacer = on_two_hosts()
+    replacer.handle(StopAsked(20.0), 5.0)
+    effects = replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone."), 6.0)
+    final = EngineLost(1, False, is_final=True)
+    assert effects == [TellRuntime(final), *(Tell(child, final) for child in FRONTENDS)]
+    exits(replacer, FRONTENDS, 7.0)
+    assert exits(replacer, [HERE[1], HERE[0]], 8.0)[-1] == Finish(0, None)
 
 
 def test_the_server_is_ready_when_the_last_child_is_and_all_are_told() -> None:

@@ -1,0 +1,84 @@
+"""The options of a server on several hosts, which of them may differ between its hosts, and what several hosts do not support."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from srt.utils.lora_options import LoraOptions
+from srt.utils.option import ArgumentError, option
+
+HOSTS = "Several hosts"
+PORTS_PER_REPLICA = 3  # behind that of --dist-init-addr: for frontends, for workers, and where ranks find each other
+LAST_PORT = 65535
+# Options that concern one host. Clients talk to host 0 alone, so its options of HTTP count.
+OWN_OPTIONS = frozenset(
+    "node_rank cluster_key_file model_path tokenizer_path download_dir revision served_model_name chat_template base_gpu_id host"
+    " port api_key admin_api_key enable_metrics cors_allow_origins ssl_certfile ssl_keyfile ssl_keyfile_password"
+    " tokenizer_worker_num log_level log_format log_requests log_requests_level decode_log_interval".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions(LoraOptions):
+    """The options of several hosts as the user gave them; a part of ServerArgs."""
+
+    nnodes: int = option(
+        1, "hosts that serve together; start the server on each, with the same options but --node-rank", group=HOSTS
+    )
+    node_rank: int = option(0, "number of this host; host 0 has the HTTP port, and leads", group=HOSTS)
+    dist_init_addr: str | None = option(
+        None, "HOST:PORT of host 0 for the others; three more ports for each replica follow it", group=HOSTS
+    )
+    cluster_key_file: str | None = option(
+        None, "file with a secret of at least 32 bytes, the same on all hosts: only they can join", group=HOSTS
+    )
+
+    def check_hosts(self, args: Any) -> None:
+        """Raise ArgumentError for options of several hosts that cannot work. `args` are all options of the server."""
+        if self.nnodes < 1:
+            raise ArgumentError(f"--nnodes must be at least 1, not {self.nnodes}.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ArgumentError(
+                f"--node-rank must lie between 0 and {self.nnodes - 1} (see --nnodes), not {self.node_rank}."
+            )
+        if self.nnodes == 1:
+            for name in ("dist_init_addr", "cluster_key_file"):
+                if getattr(self, name) is not None:
+                    raise ArgumentError(f"--{name.replace('_', '-')} needs --nnodes of at least 2.")
+            return
+        for name, what in (
+            ("dist_init_addr", "HOST:PORT, an address of host 0"),
+            ("cluster_key_file", "FILE, a secret that all hosts have (openssl rand -hex 32 > FILE)"),
+        ):
+            if getattr(self, name) is None:
+                raise ArgumentError(f"--nnodes {self.nnodes} needs --{name.replace('_', '-')} {what}.")
+        _, port = self.leader_address()
+        if port + PORTS_PER_REPLICA * args.dp_size > LAST_PORT:
+            raise ArgumentError(
+                f"--dist-init-addr needs {PORTS_PER_REPLICA * args.dp_size} free ports behind its own, so {port} is too high."
+            )
+        self._check_division(args)
+        if self.serves_adapters:
+            raise ArgumentError(f"--enable-lora works on one host only, not with --nnodes {self.nnodes}.")
+
+    def leader_address(self) -> tuple[str, int]:
+        """Return host and port of --dist-init-addr. ArgumentError if it is not HOST:PORT."""
+        given = self.dist_init_addr or ""
+        host, _, port = given.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= LAST_PORT:
+            raise ArgumentError(f"--dist-init-addr must be HOST:PORT, such as 10.0.0.1:5000, not {given!r}.")
+        host = host.removeprefix("[").removesuffix("]")
+        if host in ("0.0.0.0", "::"):
+            raise ArgumentError(f"--dist-init-addr must be an address that the other hosts can reach, not {host}.")
+        return host, int(port)
+
+    def _check_division(self, args: Any) -> None:
+        """Raise ArgumentError unless each host has whole replicas, or each replica whole hosts."""
+        ranks, total = args.num_ranks, args.dp_size * args.num_ranks
+        if total % self.nnodes or (total // self.nnodes % ranks and ranks % (total // self.nnodes)):
+            sizes = f"--dp-size {args.dp_size} × --tp {args.tp_size} × --pp-size {args.pp_size}"
+            raise ArgumentError(
+                f"--nnodes {self.nnodes} does not divide the {total} workers of {sizes} into whole replicas, or each replica"
+                " into equal parts: change one of them."
+            )
