@@ -111,7 +111,10 @@ struct Buffers {
 // Memory that a thread has for itself.
 struct Own {
     std::vector<float> scores;
+    std::vector<Query> queries;
 };
+
+constexpr int64_t MOST_TOGETHER = 3;  // tokens of a slot that attend together: with more, fewer threads would share the work
 
 // Stored: the type of the embedding, of keys and values, and of the logits.
 template <class Stored>
@@ -119,7 +122,12 @@ class Step final : public Job {
 public:
     Step(const Model& model, const Rows& rows, Buffers& buffers, std::vector<Own>& own, int num_threads)
         : model_(model), rows_(rows), buffers_(buffers), own_(own), num_threads_(num_threads) {
-        for (int64_t row = 1; row < rows.num_rows; row++) shares_slots_ |= rows.slots[row] == rows.slots[row - 1];
+        for (int64_t row = 0; row < rows.num_rows; row++) {
+            const bool follows = row && rows.slots[row] == rows.slots[row - 1] && rows.positions[row] > rows.positions[row - 1];
+            if (!follows || row - runs_.back() == MOST_TOGETHER) runs_.push_back(row);
+        }
+        shares_slots_ = int64_t(runs_.size()) < rows.num_rows;
+        runs_.push_back(rows.num_rows);
     }
 
     // Embedding, then the parts of each layer, then the last norm, the head, and what a head that drafts reads.
@@ -136,7 +144,7 @@ public:
             case NORM: return model_.embedding_norm ? 0 : int(rows_.num_rows);
             case QKV: return chunks_of(layer.qkv);
             case KEYS: return shares_slots_ ? int(rows_.num_rows * model_.heads.num_kv_heads) : 0;
-            case ATTENTION: return int(rows_.num_rows * model_.heads.num_kv_heads);
+            case ATTENTION: return int(int64_t(runs_.size() - 1) * model_.heads.num_kv_heads);
             case ROUND_ATTENDED: return layer.o.kind == Kind::INT8 ? int(rows_.num_rows) : 0;
             case O: return chunks_of(layer.o);
             case GATE_UP: return chunks_of(half_of(layer.gate_up));
@@ -323,22 +331,26 @@ private:
         }
     }
 
-    // Norm and rotate the queries of one key head of one row, and attend. Rows of one slot see each other's keys, so these are stored in
-    // a phase before this one; the key of a row that is alone is stored here.
+    // Norm and rotate the queries of one key head of a run of tokens, and attend. Tokens of one slot see each other's keys, so these are
+    // stored in a phase before this one; the key of a token that is alone is stored here.
     void attend_chunk(const Layer& layer, int chunk, Own& own) {
         const Heads& heads = model_.heads;
-        const int64_t row = chunk / heads.num_kv_heads, kv_head = chunk % heads.num_kv_heads, size = heads.head_dim;
-        const int64_t group = heads.num_heads / heads.num_kv_heads;
-        float* queries = &buffers_.wide[row * layer.qkv.num_outputs + kv_head * group * size];
-        for (int64_t g = 0; g < group; g++) turn(queries + g * size, layer.q_norm, row);
+        const int64_t run = chunk / heads.num_kv_heads, kv_head = chunk % heads.num_kv_heads, size = heads.head_dim;
+        const int64_t group = heads.num_heads / heads.num_kv_heads, first = runs_[run], num_tokens = runs_[run + 1] - first;
+        const auto queries = [&](int64_t token) { return &buffers_.wide[(first + token) * layer.qkv.num_outputs + kv_head * group * size]; };
+        const auto outs = [&](int64_t token) { return &buffers_.attended[((first + token) * heads.num_heads + kv_head * group) * size]; };
+        int64_t begins[MOST_TOGETHER], ends[MOST_TOGETHER];
+        for (int64_t token = 0; token < num_tokens; token++) {
+            for (int64_t g = 0; g < group; g++) turn(queries(token) + g * size, layer.q_norm, first + token);
+            ends[token] = rows_.positions[first + token] + 1;
+            begins[token] = layer.window ? std::max<int64_t>(0, ends[token] - layer.window) : 0;
+        }
         if (!shares_slots_) store_chunk(layer, chunk);
 
         const PageTable& table = rows_.tables[layer.group];
+        const Pages pages{table.pages + rows_.slots[first] * table.stride, model_.page_size};
         const Stored *keys = static_cast<const Stored*>(layer.keys), *values = static_cast<const Stored*>(layer.values);
-        const int64_t end = rows_.positions[row] + 1, begin = layer.window ? std::max<int64_t>(0, end - layer.window) : 0;
-        const Pages pages{table.pages + rows_.slots[row] * table.stride, model_.page_size, begin, end};
-        float* out = &buffers_.attended[(row * heads.num_heads + kv_head * group) * size];
-        attend(queries, heads, kv_head, keys, values, pages, own.scores, out);
+        attend(num_tokens, queries, outs, begins, ends, heads, kv_head, keys, values, pages, own.scores, own.queries);
     }
 
     void turn(float* head, const float* weight, int64_t row) {
@@ -352,7 +364,8 @@ private:
     Buffers& buffers_;
     std::vector<Own>& own_;
     const int num_threads_;
-    bool shares_slots_ = false;  // some rows are tokens of one slot, one behind the other
+    std::vector<int64_t> runs_;  // the first row of each run of tokens of one slot, one behind the other; then the number of rows
+    bool shares_slots_;          // some run has several tokens
 };
 
 // A model, and the memory that its steps use again.
@@ -505,6 +518,9 @@ EXPORTED void srt_draw_behind(srt::Runner* runner, const srt::Sequences* all, co
 }
 
 EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const srt::DraftRows* rows) {
+    std::unique_lock<std::mutex> lock(srt::one_at_a_time());
+    const srt::Team::Awake awake(srt::team_of(int(runner->own.size())));
+    lock.unlock();
     std::vector<float> values;
     srt::draft(*all, *rows, [&](const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, int64_t* ids) {
         values.resize(slots.size());
@@ -515,6 +531,7 @@ EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const sr
 // Compute the entries starts[i] to lengths[i] of each row with a head, then draft.
 EXPORTED void srt_draft_with_head(srt::Runner* runner, const srt::Sequences* all, const srt::DraftRows* rows, const srt::HeadTables* head) {
     const std::lock_guard<std::mutex> lock(srt::one_at_a_time());
+    const srt::Team::Awake awake(srt::team_of(int(runner->own.size())));
     if (runner->model.kind == srt::Kind::FLOAT32) srt::draft(*all, *rows, srt::HeadSteps<float>(*runner, *all, *head));
     else srt::draft(*all, *rows, srt::HeadSteps<srt::BFloat16>(*runner, *all, *head));
 }

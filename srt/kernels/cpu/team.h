@@ -1,7 +1,7 @@
 // Threads that run the phases of one job together. A phase consists of chunks, which the threads claim one by one.
 //
 // A phase is over when its chunks are done, whoever did them: a thread that the system has paused between two chunks delays nobody.
-// Between two jobs the helpers sleep, so they take no core from other processes.
+// Between two jobs the helpers sleep, so they take no core from other processes, unless the next job is known to follow at once.
 #pragma once
 
 #include <linux/futex.h>
@@ -45,6 +45,18 @@ public:
 
     int num_threads() const { return num_threads_; }
 
+    // While one of these exists, helpers that are awake stay so between two jobs: waking one takes as long as a small job.
+    class Awake {
+    public:
+        explicit Awake(Team& team) : team_(team) { team_.num_awake_.fetch_add(1, std::memory_order_relaxed); }
+        ~Awake() { team_.num_awake_.fetch_sub(1, std::memory_order_relaxed); }
+        Awake(const Awake&) = delete;
+        Awake& operator=(const Awake&) = delete;
+
+    private:
+        Team& team_;
+    };
+
     // Run all phases in order, and return when the last one is over.
     void run(Job& job) {
         const uint32_t number = number_.load(std::memory_order_relaxed) + 1;
@@ -72,12 +84,20 @@ private:
     void help(int thread) {
         uint32_t seen = 0;
         for (;;) {
-            num_asleep_.fetch_add(1, std::memory_order_seq_cst);
-            while (number_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, seen);
-            num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
+            for (int spins = 0; number_.load(std::memory_order_acquire) == seen; spins++) {
+                if (!num_awake_.load(std::memory_order_relaxed)) sleep_while(seen);
+                else if (spins < SPINS) pause_briefly();
+                else sched_yield();
+            }
             seen = number_.load(std::memory_order_acquire);
             take_part(seen, thread);
         }
+    }
+
+    void sleep_while(uint32_t seen) {
+        num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+        if (number_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, seen);
+        num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
     }
 
     // The job's memory is touched only with a claimed chunk, without which the job cannot end: a late helper finds nothing to claim.
@@ -115,6 +135,7 @@ private:
     Phase phases_[MOST_PHASES];
     std::atomic<uint32_t> number_{0};  // of the job that runs, or ran last
     std::atomic<int> num_asleep_{0};
+    std::atomic<int> num_awake_{0};  // objects of `Awake`
     std::atomic<int> num_phases_{0};
     std::atomic<Job*> job_{nullptr};
 };
