@@ -34,8 +34,12 @@ class HeadDrafter:
         for admission in changes.admissions:
             self._sampling.admit(admission)
             self._computed[admission.slot] = max(admission.cached, 1)  # the first position has no entry
+            self._steps.tables.forget_pages(admission.slot)
+        self.enter_pages(changes)
+
+    def enter_pages(self, changes: PlanSection) -> None:
         if changes.pages:
-            self._steps.tables.note_pages(changes.pages[0].slots)
+            self._steps.tables.append_pages(changes.pages[0])
 
     def read_prompts(self, section: PlanSection) -> None:
         slots = section.extend_slots.astype(np.int64)

@@ -21,7 +21,7 @@ from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_planner import row_arrays
 from srt.models.eagle3 import ALONE
-from srt.protocol.messages import Int32Array
+from srt.protocol.messages import Int32Array, PageDelta
 from srt.sampling.sampling_batch_info import SamplingKind
 
 SLOTS_AT_ONCE = 16  # whose locations are looked up together
@@ -32,7 +32,8 @@ MINUS_INF = float("-inf")
 class HeadTables(ReqToTokenPool):
     """A model's tables as its head reads them: entry i of a slot is that of its token i + 1.
 
-    Pages have one entry. So the table of pages is one of locations, which `look_up` brings up to date before steps of the head.
+    Pages have one entry. So the table of pages is one of locations. On a GPU `look_up` brings it up to date before steps of the head; on a
+    CPU `append_pages` writes it.
     """
 
     def __init__(self, tables: ReqToTokenPool) -> None:
@@ -46,6 +47,7 @@ class HeadTables(ReqToTokenPool):
         self.token_table = tables.token_table[:, 1:]
         self.max_pages = length - 1
         self.seq_lens = torch.zeros_like(tables.seq_lens)
+        self._num_pages: Ints = np.zeros(num_slots, np.int64)  # that `append_pages` has written for each slot
         self._changed: dict[int, None] = {}  # slots whose pages have changed, in order
         self.clear()
 
@@ -54,7 +56,23 @@ class HeadTables(ReqToTokenPool):
         """Forget the entries of all slots. The model's tables are left alone."""
         self._locations.fill_(self._whole.num_pages * self._whole.page_size)  # in the dummy page
         self.seq_lens.zero_()
+        self._num_pages[:] = 0
         self._changed.clear()
+
+    def forget_pages(self, slot: int) -> None:
+        """Begin a slot anew, with no pages."""
+        self._num_pages[slot] = 0
+
+    def append_pages(self, delta: PageDelta) -> None:
+        """Write the locations of new pages, in the host's memory."""
+        size, table, first = self._whole.page_size, self._locations.numpy(), 0
+        for slot, count in zip(delta.slots.tolist(), delta.counts.tolist(), strict=True):
+            pages = delta.pages[first : first + count]
+            locations = (pages[:, None] * size + np.arange(size, dtype=np.int32)).ravel()
+            row = table[slot, int(self._num_pages[slot]) * size :]
+            row[: len(locations)] = locations[: len(row)]
+            self._num_pages[slot] += count
+            first += count
 
     def note_pages(self, slots: Int32Array) -> None:
         """Note that these slots have other pages, though the model's tables may get them later."""

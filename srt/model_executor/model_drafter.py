@@ -56,6 +56,9 @@ class ModelDrafter:
         admissions = [structs.replace(a, logprobs=LogprobSpec(), resource="") for a in changes.admissions]
         self._runner.write_changes(structs.replace(changes, admissions=admissions, pages=changes.pages[:1]))
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        self._runner.planner.note_pages(changes.pages[:1])
+
     def read_prompts(self, section: PlanSection) -> None:
         none = np.zeros_like(section.extend_samples)
         self._runner.launch(structs.replace(section, extend_samples=none, decode_slots=NO_SLOTS))

@@ -22,7 +22,7 @@ from srt.model_executor.step.executed_step import (
     DecodeOutput,
     ExecutedStep,
     ModelRunnerOutput,
-    VerifiedTokens,
+    VerifiedRows,
     VerifyOutput,
 )
 from srt.model_executor.step.plan_arrays import PlanArrays, write_tables
@@ -230,7 +230,7 @@ class ModelRunner:
     # ---- The draws
 
     def _sample(self, step: ExecutedStep, masks: TokenMasks | None) -> StepOutput:
-        assert not isinstance(step, VerifiedTokens | VerifyOutput), "only a runner that speculates has such steps"
+        assert not isinstance(step, VerifiedRows | VerifyOutput), "only a runner that speculates has such steps"
         if isinstance(step, DecodeOutput):
             return self._sample_decodes(step, masks)
         output, device, draw_store = step.logits_output, self.loaded.device, self.loaded.draw_store

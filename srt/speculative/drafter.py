@@ -33,6 +33,9 @@ class Drafter(Protocol):
     def enter_changes(self, changes: PlanSection) -> None:
         """Note the admissions and pages of a step, which the tables have already. Its rows come afterwards."""
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        """Note the pages of a step without admissions. The tables have them, or on a device will have them."""
+
     def read_prompts(self, section: PlanSection) -> None:
         """Compute what later guesses need of the step's chunks of prompts, for which the model has run. Its decodes are not meant."""
 
@@ -45,9 +48,6 @@ class Drafter(Protocol):
 
 class DeviceDrafter(Drafter, Protocol):
     """Guesses on the device, from the tables there. So it can guess before the host knows how long rows are."""
-
-    def enter_pages(self, changes: PlanSection) -> None:
-        """Note the pages of a step without admissions in which no row drafts. The tables will have them."""
 
     def can_draft_ahead(self, slots: Ints) -> bool:
         """Return whether `draft_ahead` may be called for these rows now."""
@@ -101,6 +101,10 @@ class DraftLimits:
 
     def note(self, slots: Ints, num_drafts: Ints, num_right: Ints) -> None:
         """Note how many drafts of each row were right, of rows that had some."""
+        if not (num_right < num_drafts).any():
+            self._now[slots] = np.minimum(num_drafts + 1, self._most)
+            self._num_misses[slots] = self._rests_until[slots] = 0
+            return
         now = np.where(num_right == num_drafts, num_drafts + 1, np.maximum(num_right, 1))
         self._now[slots] = np.minimum(now, self._most)
         misses = self._num_misses[slots] = np.where(num_right == 0, self._num_misses[slots] + 1, 0)

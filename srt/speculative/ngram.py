@@ -27,6 +27,9 @@ class NgramDrafter:
     def enter_changes(self, changes: PlanSection) -> None:
         """Do nothing, for the same reason."""
 
+    def enter_pages(self, changes: PlanSection) -> None:
+        """Do nothing, for the same reason."""
+
     def read_prompts(self, section: PlanSection) -> None:
         """Do nothing: the token table has all ids of a prompt from its admission on."""
 

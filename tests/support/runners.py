@@ -13,7 +13,7 @@ from srt.model_executor.graphs.cuda_graph_runner import Capture
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
-from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, VerifiedTokens, VerifyOutput
+from srt.model_executor.step.executed_step import DecodeOutput, ExecutedStep, VerifiedRows, VerifyOutput
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from tests.support.ranks import CPU, single_rank
@@ -45,7 +45,7 @@ def decodes_of(runner: ModelRunner) -> DecodeRunner:
 
 def logits_in(output: ExecutedStep) -> torch.Tensor:
     """The logits of an executed step's rows; the next step overwrites them."""
-    assert not isinstance(output, VerifiedTokens), "it drew as it ran"
+    assert not isinstance(output, VerifiedRows), "it drew as it ran"
     if isinstance(output, DecodeOutput | VerifyOutput):
         return output.logits
     logits = output.logits_output.next_token_logits

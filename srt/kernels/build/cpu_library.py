@@ -72,9 +72,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.srt_draw.restype, library.srt_draw.argtypes = None, (c_void_p, c_int)
     library.srt_gather.restype, library.srt_gather.argtypes = None, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
     library.srt_store_draws.restype, library.srt_store_draws.argtypes = None, (c_void_p,)
-    library.srt_draw_behind.restype = library.srt_draft.restype = None
-    library.srt_draw_behind.argtypes = c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p
-    library.srt_draft.argtypes = c_void_p, c_void_p, c_void_p
+    library.srt_verify.restype = library.srt_draft.restype = None
+    library.srt_verify.argtypes = library.srt_draft.argtypes = c_void_p, c_void_p, c_void_p
     library.srt_draft_with_head.restype = None
     library.srt_draft_with_head.argtypes = c_void_p, c_void_p, c_void_p, c_void_p
     return library

@@ -501,8 +501,8 @@ EXPORTED void srt_gather(const int64_t* slots, int64_t num_rows, const srt::Mail
 EXPORTED void srt_store_draws(const srt::Store* store) { srt::store_draws(*store); }
 
 // Run a step of these tokens, and draw the id behind each: `ids` and `values` have the draws.
-EXPORTED void srt_draw_behind(srt::Runner* runner, const srt::Sequences* all, const int64_t* slots, const int64_t* positions,
-                              int64_t num_tokens, int64_t* ids, float* values) {
+static void draw_behind(srt::Runner* runner, const srt::Sequences* all, const int64_t* slots, const int64_t* positions,
+                        int64_t num_tokens, int64_t* ids, float* values) {
     const srt::Looked looked(*all, slots, positions, num_tokens);
     std::vector<srt::PageTable> tables;
     for (int64_t n = 0; n < all->num_groups; n++) {
@@ -517,6 +517,21 @@ EXPORTED void srt_draw_behind(srt::Runner* runner, const srt::Sequences* all, co
     for (int64_t i = 0; i < num_tokens; i++) ids[i] = std::min(ids[i], all->vocab_size - 1);
 }
 
+// Run a step of each row's last known token and its drafts, draw behind each, and keep the draws that count.
+EXPORTED void srt_verify(srt::Runner* runner, const srt::Sequences* all, const srt::VerifyRows* rows) {
+    std::vector<int64_t> slots, positions;
+    for (int64_t row = 0; row < rows->num_rows; row++) {
+        for (int64_t i = 0; i < rows->counts[row]; i++) {
+            slots.push_back(rows->slots[row]);
+            positions.push_back(rows->lengths[row] + i);
+        }
+    }
+    std::vector<int64_t> ids(slots.size());
+    std::vector<float> values(slots.size());
+    draw_behind(runner, all, slots.data(), positions.data(), int64_t(slots.size()), ids.data(), values.data());
+    srt::accept(*all, *rows, ids.data(), values.data());
+}
+
 EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const srt::DraftRows* rows) {
     std::unique_lock<std::mutex> lock(srt::one_at_a_time());
     const srt::Team::Awake awake(srt::team_of(int(runner->own.size())));
@@ -524,7 +539,7 @@ EXPORTED void srt_draft(srt::Runner* runner, const srt::Sequences* all, const sr
     std::vector<float> values;
     srt::draft(*all, *rows, [&](const std::vector<int64_t>& slots, const std::vector<int64_t>& positions, int64_t* ids) {
         values.resize(slots.size());
-        srt_draw_behind(runner, all, slots.data(), positions.data(), int64_t(slots.size()), ids, values.data());
+        draw_behind(runner, all, slots.data(), positions.data(), int64_t(slots.size()), ids, values.data());
     });
 }
 

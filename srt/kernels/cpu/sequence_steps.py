@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from srt.mem_cache.memory_pool import ReqToTokenPool
 
 Ints = NDArray[np.int64]
+Int32s = NDArray[np.int32]
 MOST_TOKENS: Final = MOST_ROWS
 """The most tokens of a step. When rows draft, those of the first step count."""
 
@@ -44,6 +45,13 @@ class DraftRows(Structure):
     _fields_ = (("num_rows", c_int64), *((name, c_void_p) for name in ("slots", "starts", "lengths", "counts")))
 
 
+class VerifyRows(Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        *((name, c_void_p) for name in ("slots", "lengths", "counts", "seq_lens", "ids", "told")),
+    )
+
+
 class SequenceSteps:
     """Steps of a model over the tokens in its tables, which must not move while this object lives."""
 
@@ -66,14 +74,19 @@ class SequenceSteps:
             step.taps,
         )
 
-    def draw_behind(self, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
-        """Compute these tokens, and return the id drawn behind each and the value that won. Tokens of a slot follow each other."""
-        assert len(slots) <= MOST_TOKENS, f"{len(slots)} tokens in a step for {MOST_TOKENS}"
-        ids, values = np.empty(len(slots), np.int64), np.empty(len(slots), np.float32)
-        arrays = address(slots), address(positions)
-        sequences, step = ctypes.byref(self._sequences), self.step
-        step.library.srt_draw_behind(step.runner, sequences, *arrays, len(slots), address(ids), address(values))
-        return ids, values
+    def verify(self, slots: Ints, lengths: Ints, counts: Ints) -> tuple[Int32s, Int32s]:
+        """Compute `counts[i]` tokens of each slot from position `lengths[i]` on, all but the first of which are drafts.
+
+        Draw behind each, and keep the draws that count, as `srt.speculative.acceptance` does, in the token table and the lengths. Return
+        their ids end to end, and their numbers, which are -1 where the first draw of a row was not finite.
+        """
+        num_tokens = int(counts.sum())
+        assert num_tokens <= MOST_TOKENS, f"{num_tokens} tokens in a step for {MOST_TOKENS}"
+        ids, told = np.empty(num_tokens, np.int32), np.empty(len(slots), np.int32)
+        arrays = [address(array) for array in (slots, lengths, counts)]
+        rows = VerifyRows(len(slots), *arrays, self._tables.seq_lens.data_ptr(), address(ids), address(told))
+        self.step.library.srt_verify(self.step.runner, ctypes.byref(self._sequences), ctypes.byref(rows))
+        return ids[: int(told.clip(0).sum())], told
 
     def draft(self, slots: Ints, starts: Ints, lengths: Ints, counts: Ints) -> None:
         """Draw `counts[i]` ids behind position `lengths[i]` of each slot, and write them into the token table.

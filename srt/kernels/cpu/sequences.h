@@ -1,6 +1,7 @@
 // Look up tokens by slot and position, for steps that need nothing but the tables: ids, pages, temperatures and seeds.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -40,6 +41,17 @@ struct DraftRows {
     const int64_t* starts;
     const int64_t* lengths;
     const int64_t* counts;
+};
+
+// Rows whose drafts are verified: counts[i] tokens of each from position lengths[i] on, all but the first of which are drafts.
+struct VerifyRows {
+    int64_t num_rows;
+    const int64_t* slots;
+    const int64_t* lengths;
+    const int64_t* counts;
+    int64_t* seq_lens;  // by slot: set to the position of the last known token
+    int32_t* ids;       // the draws that count, end to end
+    int32_t* told;      // how many there are of each row; -1: the first one was not finite
 };
 
 // What a step needs of each of its tokens.
@@ -86,6 +98,25 @@ void draft(const Sequences& all, const DraftRows& rows, Draw&& draw_behind) {
             const bool is_last = i + 1 == slots.size() || slots[i + 1] != slots[i];
             if (is_last) all.tokens[slots[i] * all.max_tokens + positions[i] + 1] = int32_t(ids[i]);
         }
+    }
+}
+
+// Keep each row's draws up to the first that differs from the draft at its position, that one included, in the token table and the lengths.
+// A draw that is not finite does not count. If it is a row's first, the row gets its id nevertheless, which nobody sees.
+inline void accept(const Sequences& all, const VerifyRows& rows, const int64_t* ids, const float* values) {
+    int32_t* told_ids = rows.ids;
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+        int32_t* behind = all.tokens + rows.slots[row] * all.max_tokens + rows.lengths[row] + 1;
+        int64_t num_told = 0;
+        for (bool goes_on = true; goes_on && num_told < rows.counts[row] && std::isfinite(values[num_told]); num_told++) {
+            goes_on = ids[num_told] == behind[num_told];
+            *told_ids++ = behind[num_told] = int32_t(ids[num_told]);
+        }
+        if (!num_told) behind[0] = int32_t(ids[0]);
+        rows.told[row] = num_told ? int32_t(num_told) : -1;
+        rows.seq_lens[rows.slots[row]] = rows.lengths[row] + (num_told ? num_told : 1);
+        ids += rows.counts[row];
+        values += rows.counts[row];
     }
 }
 

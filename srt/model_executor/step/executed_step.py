@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.model_executor.step.plan_arrays import PlanArrays
-from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_planner import DecodeStep, HostStep, VerifyStep
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -33,14 +32,11 @@ class ModelRunnerOutput:
     logits_output: LogitsProcessorOutput
 
 
-class VerifiedTokens(NamedTuple):
-    """The result of a step that verified drafts and drew behind each token as it ran. Tokens of a row follow each other."""
+class VerifiedRows(NamedTuple):
+    """The result of a step that verified drafts, drew, and kept what counts as it ran."""
 
-    ids: Ints  # drawn behind each token
-    values: NDArray[np.float32]  # that won
-    slots: Ints
-    positions: Ints  # of the draws
-    num_draws: Ints  # of each row
+    ids: NDArray[np.int32]  # of the draws that count, row after row
+    counts: NDArray[np.int32]  # of each row, or -1
 
 
 class VerifyOutput(NamedTuple):
@@ -50,4 +46,4 @@ class VerifyOutput(NamedTuple):
     logits: torch.Tensor  # [tokens, this rank's columns] in the model's dtype; the next step overwrites them
 
 
-ExecutedStep = ModelRunnerOutput | DecodeOutput | VerifiedTokens | VerifyOutput
+ExecutedStep = ModelRunnerOutput | DecodeOutput | VerifiedRows | VerifyOutput

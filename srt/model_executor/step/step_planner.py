@@ -105,11 +105,11 @@ class StepPlanner:
         self._sampling = SamplingTable(num_slots)
         self._standing: _Standing | None = None  # the rows of the last step, if all of them decoded
 
-    def note_pages(self, deltas: list[PageDelta]) -> None:
-        """Add pages to the record of slots, and nothing to the device's tables, which somebody else writes."""
+    def note_pages(self, deltas: list[PageDelta]) -> tuple[Ints, Ints, Ints, Ints]:
+        """Add pages to the record of slots, and return them as `_append_pages` does. The caller, or somebody else, writes the tables."""
         self._standing = None
         self.slots.catch_up()
-        self._append_pages(deltas)
+        return self._append_pages(deltas)
 
     def set_lengths(self, slots: Ints, lengths: Ints) -> None:
         """Correct the lengths of slots whose step has computed positions that do not count."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from srt.kernels.build import cpu_library
@@ -52,16 +51,14 @@ def test_a_model_that_drafts_for_itself_is_right(
 ) -> None:
     """Each draft is the draw that the same code makes of the same tokens; so even in bfloat16 no bit may differ."""
     folder, num_tokens = checkpoint("qwen3"), list[tuple[int, int]]()
-    draw_behind = SequenceSteps.draw_behind
+    verify = SequenceSteps.verify
 
-    def noted(steps: SequenceSteps, slots: Ints, positions: Ints) -> Any:
-        drafts = steps._tables.token_table.numpy()[slots, positions + 1]
-        drawn = draw_behind(steps, slots, positions)
-        has_draft = np.append(slots[1:] == slots[:-1], False)
-        num_tokens.append((int((drawn[0] == drafts)[has_draft].sum()), int(has_draft.sum())))
-        return drawn
+    def noted(steps: SequenceSteps, slots: Ints, lengths: Ints, counts: Ints) -> Any:
+        ids, told = verify(steps, slots, lengths, counts)
+        num_tokens.append((int((told - 1).sum()), int((counts - 1).sum())))
+        return ids, told
 
-    monkeypatch.setattr(SequenceSteps, "draw_behind", noted)
+    monkeypatch.setattr(SequenceSteps, "verify", noted)
     options = {"dtype": dtype, "max_running_requests": 4}
     found = answers_of(
         folder,
