@@ -201,7 +201,8 @@ class ServerArgs(HostOptions):
     speculative_algorithm: str | None = option(
         None,
         "draft several tokens and verify them in one step, on a CPU or one GPU; NGRAM: what followed the same tokens earlier in the"
-        " request; STANDALONE: what a smaller model draws; EAGLE3: what a head draws that reads the model's hidden states",
+        " request; STANDALONE: what a smaller model draws; EAGLE3: what a head draws that reads the model's hidden states; NEXTN:"
+        " what a layer for this draws that the model's own checkpoint has (MTP)",
         group=SPECULATION,
         choices=SPECULATIVE_ALGORITHMS,
     )
@@ -214,11 +215,11 @@ class ServerArgs(HostOptions):
         None, "tokens that the smaller model or the head draws for each request in a step", group=SPECULATION
     )
     speculative_eagle_topk: int | None = option(
-        None, "drafts for each place with EAGLE3; only 1 is supported", group=SPECULATION
+        None, "drafts for each place with EAGLE3 or NEXTN; only 1 is supported", group=SPECULATION
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "tokens that a step verifies of each request, the one that is no draft included (default: 8; STANDALONE: 5; EAGLE3: 4)",
+        "tokens that a step verifies of each request, the one that is no draft included (default: 8; STANDALONE: 5; EAGLE3, NEXTN: 4)",
         group=SPECULATION,
     )
     speculative_ngram_min_match_window_size: int = option(

@@ -189,28 +189,40 @@ class FuseWeights(NamedTuple):
     eps: float
 
 
+OUTPUT: Final = -1
+"""In place of a layer's number: what the model gives behind its last norm."""
+
+
 class FeaturePool:
     """Hidden states of some layers of a model, fused to one vector for each token, by flat location.
 
-    A head that drafts reads them (EAGLE-3). Their locations are those of the first page group, so a cached prefix has them too.
+    A head that drafts reads them (EAGLE-3, MTP). Their locations are those of the first page group, so a cached prefix has them too.
     """
 
     def __init__(
         self,
         taps: Sequence[int],
         fuse: Callable[[torch.Tensor], torch.Tensor],
-        weights: FuseWeights,
+        weights: FuseWeights | None,
         num_locations: int,
         size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`taps` are the layers whose inputs are fused; `fuse` makes vectors of `size` from their concatenation, by `weights`."""
+        """`taps` are the layers whose inputs are fused, or OUTPUT alone; `fuse` makes vectors of `size` of their concatenation.
+
+        `weights` say how, if it multiplies.
+        """
         self.taps = tuple(taps)
         self.memory = _zeros((num_locations, size), dtype, device)
         self.weights = weights
         self._fuse = fuse
         self._inputs: torch.Tensor | None = None
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the model's output is needed of all tokens."""
+        return OUTPUT in self.taps
 
     def note(self, layer: int, hidden: torch.Tensor, locations: torch.Tensor) -> None:
         """Copy the input [tokens, hidden size] of a tapped layer. With the last of these layers, fuse and store them."""
@@ -224,6 +236,11 @@ class FeaturePool:
         if layer == max(self.taps):
             self.memory.index_copy_(0, locations, self._fuse(self._inputs))
             self._inputs = None
+
+    def note_output(self, hidden: torch.Tensor, locations: torch.Tensor) -> None:
+        """Store the model's output [tokens, hidden size], if it is tapped."""
+        if self.reads_output:
+            self.note(OUTPUT, hidden, locations)
 
 
 class MHATokenToKVPool:

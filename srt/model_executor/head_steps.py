@@ -1,4 +1,4 @@
-"""The steps of a head that drafts from a model's hidden states (EAGLE-3), beside the model's own, on its tables.
+"""The steps of a head that drafts from a model's hidden states (EAGLE-3, MTP), beside the model's own, on its tables.
 
 A head has an entry of keys and values for each token but the first: it is computed from the token and the fused hidden states of the token
 before. It lies where the token's own keys and values lie, in pages of the same numbers, and depends on no later token. So a cached prefix
@@ -14,15 +14,16 @@ import torch
 
 from srt.kernels.cpu.head_step import CpuHeadStep, can_draft
 from srt.layers.sampler import Draws, Sampler
-from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from srt.mem_cache.memory_pool import ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, HostRows, RowArrays
 from srt.model_executor.loaded_head import LoadedHead
 from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
 from srt.model_executor.step.step_planner import row_arrays
-from srt.models.eagle3 import ALONE
+from srt.models.eagle3 import ALONE, Eagle3Head
 from srt.protocol.messages import Int32Array, PageDelta
 from srt.sampling.sampling_batch_info import SamplingKind
+from srt.utils.eagle3_config import Eagle3Config
 
 SLOTS_AT_ONCE = 16  # whose locations are looked up together
 NONE: Ints = np.zeros(0, np.int64)
@@ -109,7 +110,7 @@ class HeadSteps:
         self.tables = HeadTables(state.req_to_token_pool)
         self.whole = state.req_to_token_pool
         num_locations = (state.num_pages + 1) * state.page_size
-        self._pool = MHATokenToKVPool(num_locations - 1, 1, loaded.kv_heads, loaded.dtype, loaded.device)
+        self._pool = loaded.new_pool(num_locations)
         self._no_rows = ForwardBatch.empty(self.tables, self._pool, loaded.attn_backend)
         is_own = loaded.head.lm_head is not None
         vocab_size = loaded.config.target_vocab_size
@@ -117,7 +118,7 @@ class HeadSteps:
         output = loaded.head.output_layer
         self._draft_logits = self._new_logits(output.shard_size, 0.0)
         self._logits, self._tokens = self._draft_logits, None
-        if not loaded.head.covers_all:
+        if isinstance(loaded.head, Eagle3Head) and not loaded.head.covers_all:
             # Tokens that the head does not know cannot win.
             self._logits, self._tokens = self._new_logits(vocab_size, MINUS_INF), loaded.head.d2t.tokens
 
@@ -189,6 +190,8 @@ class HeadSteps:
     def compiled(self) -> CpuHeadStep | None:
         """Return the compiled code for drafts of one rank on a CPU; None if it does not serve this head."""
         head, config = self._head, self._loaded.config
+        if not isinstance(head, Eagle3Head) or not isinstance(config, Eagle3Config):
+            return None
         if not can_draft(head, config, self._loaded.dtype):
             return None
         return CpuHeadStep(head, config, self._pool, self._features, self.tables.token_locations, self.tables)

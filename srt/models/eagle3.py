@@ -152,6 +152,13 @@ class Eagle3Head(nn.Module):
         """Return one vector for the concatenated hidden states of the model at each token."""
         return self.fc(inputs if self.input_norm is None else self.input_norm(inputs))  # type: ignore[no-any-return]
 
+    @property
+    def fuse_weights(self) -> tuple[Tensor, Tensor | None, float]:
+        """The matrix with which `fuse` multiplies, and the norm before it, for compiled code."""
+        matrix, norm = self.fc.affine.matrix, self.input_norm
+        assert matrix is not None, "heads have plain weights"
+        return matrix, None if norm is None else norm.weight, self._config.layer.norm.eps
+
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the hidden states of tokens whose vectors before them are what `batch` has received."""
         embed = self._target[0] if self.embed_tokens is None else self.embed_tokens

@@ -250,9 +250,15 @@ class PlainDecoder(nn.Module):
         if not self._stage.is_last:
             return self._ops.total(last(stream, rotations, batch))
         note_input(len(layers), stream, batch)
+        features = batch.token_to_kv_pool.features
+        if features is not None and features.reads_output:
+            outputs = self._output_of(last(stream, rotations, batch))
+            features.note_output(outputs, batch.out_cache_loc)
+            return outputs if batch.output_tokens is None else outputs[batch.output_tokens]
         ended: Stream = last(stream, rotations, batch, batch.output_tokens)
-        if not len(ended.hidden):
-            return ended.hidden
+        return self._output_of(ended) if len(ended.hidden) else ended.hidden
+
+    def _output_of(self, ended: Stream) -> Tensor:
         return self.norm.of_stream(ended) if isinstance(self.norm, RMSNorm) else self.norm(self._ops.total(ended))
 
     def _embed(self, input_ids: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3")
-WITH_CHECKPOINT = ("STANDALONE", "EAGLE3")  # algorithms that load something that drafts
-DEFAULT_DRAFT_TOKENS = {"NGRAM": 8, "STANDALONE": 5, "EAGLE3": 4}
+SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE3", "NEXTN")
+WITH_CHECKPOINT = ("STANDALONE", "EAGLE3")  # algorithms that load something that drafts from a folder of its own
+WITH_STEPS = (*WITH_CHECKPOINT, "NEXTN")  # algorithms that draft in steps of a model or a head
+DEFAULT_DRAFT_TOKENS = {"NGRAM": 8, "STANDALONE": 5, "EAGLE3": 4, "NEXTN": 4}
 
 
 def speculation_obstacle(options: Mapping[str, Any]) -> str | None:
@@ -20,11 +21,10 @@ def speculation_obstacle(options: Mapping[str, Any]) -> str | None:
         return f"{windows[0]} {longest} is less than {windows[1]} {least}."
     if algorithm in WITH_CHECKPOINT and path is None:
         return f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path."
-    with_checkpoint = f"needs --speculative-algorithm {' or '.join(WITH_CHECKPOINT)}."
     if algorithm not in WITH_CHECKPOINT and path is not None:
-        return f"--speculative-draft-model-path {with_checkpoint}"
-    if algorithm not in WITH_CHECKPOINT and steps is not None:
-        return f"--speculative-num-steps {with_checkpoint}"
+        return f"--speculative-draft-model-path needs --speculative-algorithm {' or '.join(WITH_CHECKPOINT)}."
+    if algorithm not in WITH_STEPS and steps is not None:
+        return f"--speculative-num-steps needs --speculative-algorithm {' or '.join(WITH_STEPS)}."
     if algorithm is None and tokens is not None:
         return "--speculative-num-draft-tokens needs --speculative-algorithm."
     if steps is not None and tokens not in (None, steps + 1):
@@ -33,8 +33,8 @@ def speculation_obstacle(options: Mapping[str, Any]) -> str | None:
 
 
 def _eagle_obstacle(algorithm: str | None, topk: int | None) -> str | None:
-    if topk is not None and algorithm != "EAGLE3":
-        return "--speculative-eagle-topk needs --speculative-algorithm EAGLE3."
+    if topk is not None and algorithm not in ("EAGLE3", "NEXTN"):
+        return "--speculative-eagle-topk needs --speculative-algorithm EAGLE3 or NEXTN."
     if topk not in (None, 1):
         return f"--speculative-eagle-topk {topk} is not supported: drafts are chains, so leave it out or choose 1."
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -100,6 +100,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name.replace("layers.0.", "midlayer."): weight for name, weight in stored.items()}
 
 
+class Reference(Protocol):
+    """A plain implementation of what drafts."""
+
+    def drafts(self, ids: list[int], count: int) -> list[int]:
+        """Return the greedy drafts behind these tokens."""
+
+
 class ReferenceHead:
     """A head as its format describes it, over whole sequences, with the model that the library transformers runs."""
 
@@ -189,7 +196,7 @@ class ReferenceHead:
 class WatchedDrafts:
     """Compares each greedy draft with that of a plain implementation, which reads the tokens before it and nothing else."""
 
-    def __init__(self, runner: Any, reference: ReferenceHead) -> None:
+    def __init__(self, runner: Any, reference: Reference) -> None:
         self._drafter, self._tables = runner._drafter, runner.state.req_to_token_pool
         self._reference = reference
         self.num_compared = self.num_different = self.num_ahead = 0

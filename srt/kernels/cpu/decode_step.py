@@ -154,6 +154,7 @@ class CpuDecodeStep:
     def _tap(self, features: FeaturePool, hidden_size: int) -> Tensor:
         """Let steps fuse and store the inputs of tapped layers. Return the memory for these."""
         model, weights = self._model, features.weights
+        assert weights is not None, "models of whose output something else is made are not compiled"
         model.num_taps, model.taps = len(features.taps), (c_int64 * len(features.taps))(*features.taps)
         model.fuse, model.features = matrix_of(weights.matrix, None), address_of(features.memory)
         if weights.norm is not None:

@@ -25,6 +25,7 @@ from srt.utils.layer_spec import NO_SCALES, Experts
 from srt.utils.lora_options import GPU_LORA_RANK
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+from srt.utils.mtp_config import served_mtp
 from srt.utils.page_groups import PageGroups
 from srt.utils.pipeline_stage import stages_of
 from srt.utils.quantization import QUANTIZING
@@ -312,6 +313,8 @@ def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
     option = f"--speculative-algorithm {args.speculative_algorithm}"
     if config.pooling is not None:
         raise StartError(f"{option} speeds up the generation of text, which this model does not do: leave it out.")
+    if args.speculative_algorithm == "NEXTN":
+        served_mtp(config)
     if runs_on_cpu(args):
         return
     obstacle = gpu_speculation_obstacle(args, config)
@@ -322,6 +325,8 @@ def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
 def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
     """Return the options with the folder of the smaller model that drafts, if there is one. StartError if it does not fit the model."""
     path = args.speculative_draft_model_path
+    if args.speculative_algorithm == "NEXTN":
+        return replace(args, speculative_draft_model_path=str(folder))
     if path is None:
         return args
     draft_folder = resolve_model_path(path, None, args.download_dir).resolve()

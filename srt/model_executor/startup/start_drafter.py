@@ -7,6 +7,8 @@ from dataclasses import replace
 import torch
 
 from srt.layers.attention.attention_spec import AttentionSpec
+from srt.layers.attention.base import AttentionBackend
+from srt.mem_cache.memory_pool import OUTPUT
 from srt.model_executor.device_ngram import DeviceNgramDrafter
 from srt.model_executor.graph_drafter import GraphDrafter
 from srt.model_executor.graph_head_drafter import GraphHeadDrafter
@@ -27,13 +29,14 @@ from srt.model_executor.model_drafter import ModelDrafter, drafting_state
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.speculating_runner import SpeculatingRunner
 from srt.model_executor.step.step_sampler import StepSampler
-from srt.model_loader.head_loader import load_eagle3_head
+from srt.model_loader.head_loader import load_eagle3_head, load_mtp_head
 from srt.model_loader.loader import LoadConfig
 from srt.speculative.drafter import DeviceDrafter, Drafter
 from srt.speculative.ngram import NgramDrafter
 from srt.utils.draft_model import draft_model_args
-from srt.utils.eagle3_config import served_head
+from srt.utils.eagle3_config import Eagle3Config, served_head
 from srt.utils.model_config import ModelConfig
+from srt.utils.mtp_config import served_mtp
 
 VERIFY_SIZES = (2, 4, 5, 8, 10, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of tokens to capture
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of rows to capture
@@ -52,36 +55,50 @@ def load_small_model(loaded: LoadedModel) -> LoadedModel | None:
 def load_head(loaded: LoadedModel) -> LoadedHead | None:
     """Load the head that drafts from the model's hidden states, if the options name one."""
     args, folder = loaded.args, loaded.args.speculative_draft_model_path
-    if folder is None or args.speculative_algorithm != "EAGLE3":
+    if folder is None or args.speculative_algorithm not in ("EAGLE3", "NEXTN"):
         return None
-    config, model = served_head(folder, loaded.config), loaded.our_model
+    ops, load = resolve_ops(args, loaded.device), LoadConfig(load_format=args.load_format)  # type: ignore[arg-type]  # a checked choice
+    shared = loaded.our_model.model.embed_tokens, loaded.our_model.lm_head
+    if args.speculative_algorithm == "NEXTN":
+        layer = served_mtp(loaded.config)
+        backend = _head_backend(loaded, replace(loaded.attention_spec, page_size=1))
+        with torch.inference_mode(), loaded.memory.region("weights"):
+            mtp = load_mtp_head(layer, folder, load, *shared, loaded.tp, ops, loaded.dtype, loaded.device)
+        return LoadedHead(layer, (OUTPUT,), mtp, backend, loaded.dtype, loaded.device)
+    config = served_head(folder, loaded.config)
+    backend = _head_backend(loaded, _attention_of_head(config, loaded.dtype))
+    with torch.inference_mode(), loaded.memory.region("weights"):
+        head = load_eagle3_head(config, folder, load, *shared, ops, loaded.dtype, loaded.device)
+    return LoadedHead(config, config.taps(loaded.config.num_layers), head, backend, loaded.dtype, loaded.device)
+
+
+def _attention_of_head(config: Eagle3Config, dtype: torch.dtype) -> AttentionSpec:
     spec = config.layer.layers[0].self_attention
-    attention = AttentionSpec(
+    return AttentionSpec(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         scale=spec.scale,
-        dtype=loaded.dtype,
-        kv_dtype=loaded.dtype,
+        dtype=dtype,
+        kv_dtype=dtype,
         page_size=1,
         max_context=config.layer.context_length,
         windows=(None,),
     )
+
+
+def _head_backend(loaded: LoadedModel, spec: AttentionSpec) -> AttentionBackend:
     with loaded.memory.region("buffers"):
         own = "triton" if loaded.device.type == "cuda" else None  # its pages have one token
         head_args = replace(
-            args,
+            loaded.args,
             kv_cache_dtype="auto",
             attention_backend=own,
             prefill_attention_backend=None,
             decode_attention_backend=None,
         )
-        _, backend = init_attention_backend(head_args, attention, loaded.device)
-    with torch.inference_mode(), loaded.memory.region("weights"):
-        load = LoadConfig(load_format=args.load_format)  # type: ignore[arg-type]  # a checked choice
-        embedding, ops = model.model.embed_tokens, resolve_ops(args, loaded.device)
-        head = load_eagle3_head(config, folder, load, embedding, model.lm_head, ops, loaded.dtype, loaded.device)
-    return LoadedHead(config, config.taps(loaded.config.num_layers), head, backend, loaded.dtype, loaded.device)
+        _, backend = init_attention_backend(head_args, spec, loaded.device)
+    return backend
 
 
 def speculating_runner(
