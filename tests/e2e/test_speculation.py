@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import srt
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.drafted_server import SERVED, check_server, most_tokens_a_step
+from tests.support.mtp_checkpoint import add_mtp_layer
 
 pytestmark = pytest.mark.e2e
 
@@ -102,3 +106,15 @@ def test_a_stream_goes_on_after_its_worker_was_killed(drafting: srt.Runtime, pla
             assert len(workers) == 2
             workers[1].kill()
     assert told(chunks[-1]) == told(expected)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_servers_of_all_kinds_of_models_answer_as_without_drafts(checkpoint: CheckpointFactory, kind: str) -> None:
+    check_server(checkpoint, kind, "cpu")
+
+
+def test_a_layer_of_the_checkpoint_drafts_on_two_ranks(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """Its weights are random, so most drafts are wrong."""
+    folder = add_mtp_layer(checkpoint("deepseek_v3", num_layers=3, tied=False), tmp_path / "model")
+    drafts = {"tp_size": 2, "speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+    assert most_tokens_a_step(folder, "cpu", {}, drafts) >= 1

@@ -1,0 +1,73 @@
+"""What a server answers through all of its processes, with drafts and without, for random models of all kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import srt
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.drafted_engine import MOST_DRAFTS, VOCAB
+from tests.support.plan_driver import token_ids
+
+
+class Served(NamedTuple):
+    """A random model, and the options with which it is served."""
+
+    family: str
+    fields: dict[str, Any]
+    options: dict[str, Any]
+
+
+SERVED = {
+    "windows": Served("gemma3_text", {"num_layers": 4}, {}),
+    "windows and sinks": Served("gpt_oss", {}, {}),
+    "experts": Served("qwen3_moe", {}, {}),
+    "latents": Served("deepseek_v3", {"num_layers": 3, "tied": False}, {}),
+    "fp8 weights": Served("qwen3", {}, {"quantization": "fp8"}),
+    "fp8 experts": Served("qwen3_moe", {}, {"quantization": "fp8"}),
+    "fp8 memory": Served("qwen3", {}, {"kv_cache_dtype": "fp8_e4m3"}),
+    "fp8 memory of windows": Served("gemma3_text", {"num_layers": 4}, {"kv_cache_dtype": "fp8_e4m3"}),
+}
+PARAMETERS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_new_tokens": 60},
+    {"temperature": 0.7, "top_k": 40, "frequency_penalty": 0.3, "sampling_seed": 3, "max_new_tokens": 40},
+    {"temperature": 0, "logit_bias": {"17": 100}, "max_new_tokens": 30},  # repeats one token, so drafts are right
+]
+
+
+def check_server(checkpoint: CheckpointFactory, kind: str, device: str) -> None:
+    """Compare the answers of two servers of this kind of model, one of which drafts by repetition."""
+    served = SERVED[kind]
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + MOST_DRAFTS}
+    folder = checkpoint(served.family, **served.fields)
+    most = most_tokens_a_step(folder, device, served.options, drafts)
+    print(f"{kind}: up to {most:.2f} tokens a step")
+    assert most > 1
+
+
+def most_tokens_a_step(folder: Path, device: str, options: dict[str, Any], drafts: dict[str, Any]) -> float:
+    """Compare the answers of two servers, one of which has the options of `drafts` too. Return the most tokens a step of an answer."""
+    rng = np.random.default_rng(4)
+    prompts = [token_ids(rng, length, VOCAB) for length in (60, 3, 17)]
+    expected, found = (_answers(folder, device, prompts, {**options, **given}) for given in ({}, drafts))
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    return float(max(meta.get("spec_accept_length", 0.0) for _, meta in found))
+
+
+def _answers(
+    folder: Path, device: str, prompts: list[list[int]], options: dict[str, Any]
+) -> list[tuple[list[int], dict[str, Any]]]:
+    whole = {"model_path": str(folder), "device": device, "dtype": "float32", "max_total_tokens": 4096, **options}
+    if device == "cuda":
+        whole |= {"max_running_requests": 8, "chunked_prefill_size": 64}
+    with srt.Runtime(**whole) as runtime:
+        answers = [
+            answer
+            for given in PARAMETERS
+            for _ in range(2)
+            for answer in runtime.generate(input_ids=prompts, sampling_params={"ignore_eos": True, **given})
+        ]
+    return [(answer["output_ids"], answer["meta_info"]) for answer in answers]
