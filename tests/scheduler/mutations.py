@@ -669,8 +669,18 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "started while something is left",
-            "not any(m in self._alive for m in group.members)",
-            "not all(m in self._alive for m in group.members)",
+            "any(member in self._alive or member in self._away for member in group.members)",
+            "all(member in self._alive or member in self._away for member in group.members)",
+        ),
+        (
+            "started while its host is away",
+            "member in self._alive or member in self._away for",
+            "member in self._alive for",
+        ),
+        (
+            "without a replica the server waits for the host",
+            "self.state is State.READY and len(engines) == len(self._engines)",
+            "False",
         ),
         (
             "workers are replaced without the scheduler",

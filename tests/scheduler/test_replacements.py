@@ -24,6 +24,8 @@ from srt.managers.supervisor.events import (
     Effect,
     Event,
     Finish,
+    HostBack,
+    HostLost,
     Kill,
     LinkLost,
     Report,
@@ -41,6 +43,7 @@ KINDS = ("killed", "crashed", "ended", "failed", "unlinked", "gibberish", "silen
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 STUCK_S = 60.0
 BEAT_S = 1.0
+HOST_GONE = "Host 1 is gone."
 AT_REST_S = 3 * (SILENT_S + STUCK_S + ENDING_S)
 
 
@@ -66,6 +69,10 @@ class Story:
         self.num_replicas = rng.choice((1, 1, 2))
         ranks = rng.choice((1, 2, 4)) // self.num_replicas or 1
         keys = children_of(rng.choice((1, 2, 3)), ranks, self.num_replicas)
+        # Processes on another host: a replica, or half of the only one's workers.
+        half = [key for key in keys if (key.replica == 1 if self.num_replicas > 1 else key.role == "worker" and key.index)]
+        self._elsewhere = tuple(half) if rng.random() < 0.4 else ()
+        self._is_host_away = self._is_without_replica = False
         self.now = 0.0
         self._replacer = Replacer(keys, 0.0, STUCK_S, self.most)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -88,11 +95,16 @@ class Story:
         rng = self.rng
         self._run_until(2.0)
         for _ in range(rng.randint(0, 8)):
-            self._break(rng.choice([p for p in self._processes.values() if p.is_alive] or [None]))
+            if self._elsewhere and rng.random() < 0.3:
+                self._lose_host()
+            else:
+                self._break(rng.choice([p for p in self._processes.values() if p.is_alive] or [None]))
             self._run_until(self.now + rng.choice((0.0, 0.1, 0.5, 2.0, 20.0, 2 * CALM_S)) * rng.random())
         if rng.random() < 0.7:
             self._run_until(self.now + AT_REST_S)
             self._check_at_rest()
+        if self._elsewhere and rng.random() < 0.2:
+            self._at(self.now + rng.random(), self._lose_host)
         if self.end is None:
             self._is_stopping = True
             self._hear(StopAsked(rng.choice((0.0, 5.0))))
@@ -148,6 +160,26 @@ class Story:
         else:
             self._wrong(process, f"{name} has made no progress")
             process.stuck_since_s = self.now
+
+    def _lose_host(self) -> None:
+        """All processes of the other host are gone at once, and nobody says how they ended. It comes back some time later."""
+        if self._is_host_away or self.end is not None:
+            return
+        rng, self._is_host_away = self.rng, True
+        self.statistics["host lost"] += 1
+        groups = {self._group_of(key) for key in self._elsewhere}
+        for group in groups:
+            self._words.setdefault(group, []).append(HOST_GONE)
+            self._outside[group] = True
+        for key in self._elsewhere:
+            self._processes[key].is_alive = False
+        self._is_without_replica |= len(groups) == self.num_replicas
+        self._at(self.now + rng.choice((0.1, 1.0, 20.0, SILENT_S)) * rng.random(), self._bring_host_back)
+        self._hear(HostLost(self._elsewhere, HOST_GONE))
+
+    def _bring_host_back(self) -> None:
+        self._is_host_away = False
+        self._hear(HostBack(self._elsewhere))
 
     def _wrong(self, process: Process, words: str, *, is_outside: bool = False) -> None:
         group = self._group_of(process.key)
@@ -274,7 +306,7 @@ class Story:
 
     def _check_may_end(self, process: Process) -> None:
         assert process.is_alive, f"{process.key} is to end, which has ended"
-        is_lost = bool(self._words.get(self._group_of(process.key)))
+        is_lost = bool(self._words.get(self._group_of(process.key))) or self._is_without_replica
         assert is_lost or self._is_stopping or self._is_too_often(), f"{process.key} is to end, and is well"
 
     def _is_too_often(self) -> bool:
@@ -288,7 +320,8 @@ class Story:
 
     def _check_start(self, start: Start) -> None:
         group = self._group_of(start.children[0])
-        assert self.is_ready and not self._is_stopping
+        assert self.is_ready and not self._is_stopping and not self._is_without_replica
+        assert not self._is_host_away or set(start.children).isdisjoint(self._elsewhere), "its host is away"
         assert start.children == group, f"{start.children} are started, and {group} belong together"
         assert not any(self._processes[key].is_alive for key in group), "something is left of what is replaced"
         words = self._words.pop(group, [])
@@ -307,7 +340,7 @@ class Story:
     def _check_finish(self, finish: Finish) -> None:
         assert not any(process.is_alive for process in self._processes.values()), "it is over, and one lives"
         if finish.exit_code:
-            assert self._is_too_often() or not self.is_ready or self._is_stopping
+            assert self._is_too_often() or not self.is_ready or self._is_stopping or self._is_without_replica
             words = [one for words in self._words.values() for one in words]
             assert any((finish.reason or "").startswith(one) for one in words), f"{finish.reason!r} is said of {words}"
         else:
@@ -336,6 +369,7 @@ def test_whatever_goes_wrong_again_and_again_only_what_must_be_is_replaced() -> 
         "at rest again",
         "serves again",
         "lost while others serve",
+        "host lost",
         *(f"{k} {r}" for k in KINDS for r in roles),
     }
     assert statistics.keys() == expected

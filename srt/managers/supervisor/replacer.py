@@ -309,6 +309,9 @@ class Replacer:
         elif gone:
             for engine in [engine for engine in engines if not set(engine.members).isdisjoint(children)]:
                 effects += self._cannot_go_on(engine.members[0], sentence, signal.SIGKILL, now_s)
+        if self.state is State.STOPPING and any(not self._was_told_to_end(child) for child in gone):
+            self._past_replacements = ""
+            self._hear_cause(sentence, signal.SIGKILL)
         for child in gone:
             self._forget(child)
         for engine in engines:
@@ -460,8 +463,11 @@ class Replacer:
         Any exit code of a worker will do. Workers end one after the other, so one may fail in a last step because another is gone.
         Nobody needs the result of that step.
         """
-        was_told = child.role not in {role for role, _ in self._stages}
-        return was_told and (returncode == 0 or (returncode > 0 and child.role == "worker"))
+        return self._was_told_to_end(child) and (returncode == 0 or (returncode > 0 and child.role == "worker"))
+
+    def _was_told_to_end(self, child: ChildKey) -> bool:
+        """Return whether an orderly end has come to this child's role."""
+        return child.role not in {role for role, _ in self._stages}
 
     def _lost_in_stop(self, engine: _Group, sentence: str, number: int) -> list[Effect]:
         """Let the other replicas finish the running requests of one that is lost during an orderly end, or give them up if it was the last.

@@ -128,7 +128,7 @@ def test_a_host_lost_at_the_start_or_in_a_stop_is_the_reason() -> None:
     final = EngineLost(1, False, is_final=True)
     assert effects == [TellRuntime(final), *(Tell(child, final) for child in FRONTENDS)]
     exits(replacer, FRONTENDS, 7.0)
-    assert exits(replacer, [HERE[1], HERE[0]], 8.0)[-1] == Finish(0, None)
+    assert exits(replacer, [HERE[1], HERE[0]], 8.0)[-1] == Finish(1, "Host 1 is gone.")
 
 
 def test_the_server_is_ready_when_the_last_child_is_and_all_are_told() -> None:
