@@ -70,7 +70,9 @@ class Story:
         ranks = rng.choice((1, 2, 4)) // self.num_replicas or 1
         keys = children_of(rng.choice((1, 2, 3)), ranks, self.num_replicas)
         # Processes on another host: a replica, or half of the only one's workers.
-        half = [key for key in keys if (key.replica == 1 if self.num_replicas > 1 else key.role == "worker" and key.index)]
+        half = [
+            key for key in keys if (key.replica == 1 if self.num_replicas > 1 else key.role == "worker" and key.index)
+        ]
         self._elsewhere = tuple(half) if rng.random() < 0.4 else ()
         self._is_host_away = self._is_without_replica = False
         self.now = 0.0

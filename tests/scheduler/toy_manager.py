@@ -138,6 +138,6 @@ class ToyManager:
         self.is_greeted = False
         link.on_lost()
 
-    def _connect(self, generation: int, **callbacks: Callable[..., None]) -> SchedulerLink:
+    def _connect(self, generation: int, address: str, **callbacks: Callable[..., None]) -> SchedulerLink:
         self._links.append(_Link(self, generation, **callbacks))
         return cast("SchedulerLink", self._links[-1])
