@@ -337,10 +337,10 @@ class HostedScheduler:
 
     def _note_to_rank(self, peer: bytes, message: Message) -> None:
         self._at_ranks.append(int(peer.split()[1]))
-        if len(self._at_ranks) < self._settings.tp_size:
+        if len(self._at_ranks) < self._settings.num_ranks:
             return
         self._statistics["rule: all ranks are sent the same"] += 1
-        assert sorted(self._at_ranks) == list(range(self._settings.tp_size)), f"{self._at_ranks} are sent {message}"
+        assert sorted(self._at_ranks) == list(range(self._settings.num_ranks)), f"{self._at_ranks} are sent {message}"
         self._at_ranks.clear()
         work = cast("ToWorker", message)
         self._effects.append(ToWorkers(work))
@@ -348,7 +348,7 @@ class HostedScheduler:
             return
         if not self._answers.owed:
             self._answers.since_s = self._now()
-        self._answers.owed.append(_Owed(work.step, self._may_take_s(work), set(range(self._settings.tp_size))))
+        self._answers.owed.append(_Owed(work.step, self._may_take_s(work), set(range(self._settings.num_ranks))))
 
     def _may_take_s(self, work: StepPlan | WorkPlan) -> float:
         """As --watchdog-timeout is meant: of 256 tokens, in proportion if there are more, and ten times of a capture."""

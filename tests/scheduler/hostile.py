@@ -240,7 +240,7 @@ def _check_fatal(effects: list[Effect], message: Message, named: str) -> None:
 
 def check_handshake(settings: Settings, rng: random.Random, hello: WorkerHello) -> None:
     """Two ranks that differ in one thing are no core, and it is told in what."""
-    scheduler = Scheduler(replace(settings.server_args(), tp_size=2), hello.protocol_hash)
+    scheduler = Scheduler(replace(settings.server_args(), tp_size=2, pp_size=1), hello.protocol_hash)
     assert not scheduler.handle(Worker(0), changed(hello, rank=0), 0.0)
     field_name = rng.choice((*COMPARED.split(), "protocol_hash", "rank", "again"))
     value = getattr(hello, field_name, None)

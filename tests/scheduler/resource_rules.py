@@ -96,7 +96,7 @@ class ResourceRules:
 
     def _answers(self, resource: Resource) -> list[Answer]:
         fate, rng, key = fate_of(resource), self._rng, resource.key
-        ranks = list(range(self._settings.tp_size))
+        ranks = list(range(self._settings.num_ranks))
         odd = rng.choice(ranks)
         answers = []
         for rank in ranks:
@@ -111,7 +111,7 @@ class ResourceRules:
         held = self._held.pop(key, None)
         assert held is not None, f"{key} is to be released, and nobody has it"
         assert key not in needed or key in self._wanted_at, f"{key} is to be released, and is needed"
-        assert held.num_answers == self._settings.tp_size, f"{key} is to be released before all ranks have answered"
+        assert held.num_answers == self._settings.num_ranks, f"{key} is to be released before all ranks have answered"
         if held.has_failed or held.is_late:
             return
         self._statistics["rule: the resource used longest ago is released"] += 1
@@ -134,7 +134,7 @@ class ResourceRules:
 
     def _note_late(self, now: float) -> None:
         for held in self._held.values():
-            held.is_late |= held.num_answers < self._settings.tp_size and now >= held.since_s + LONGEST_S
+            held.is_late |= held.num_answers < self._settings.num_ranks and now >= held.since_s + LONGEST_S
 
     @property
     def _num_held(self) -> int:
@@ -149,11 +149,11 @@ class ResourceRules:
 
     def _is_ready(self, key: str) -> bool:
         held = self._held.get(key)
-        return held is not None and len(held.ranks) == self._settings.tp_size and not held.is_late
+        return held is not None and len(held.ranks) == self._settings.num_ranks and not held.is_late
 
     def _is_given_up(self, held: _Held) -> bool:
         """All ranks have answered, and it is of no use. Who needs it from now on waits until it is prepared again."""
-        return held.num_answers == self._settings.tp_size and (held.has_failed or held.is_late)
+        return held.num_answers == self._settings.num_ranks and (held.has_failed or held.is_late)
 
     def check_admission(self, choice: Choice, admission: AdmissionView) -> None:
         resource = needed_by(choice.request)
@@ -195,7 +195,9 @@ class ResourceRules:
             if held is None or request.progress.status is not Status.WAITING or self.is_ready(request):
                 continue
             self._statistics["rule: nobody waits for ever for a resource"] += 1
-            assert held.num_answers < self._settings.tp_size, f"request {request.key} waits for what cannot be prepared"
+            assert held.num_answers < self._settings.num_ranks, (
+                f"request {request.key} waits for what cannot be prepared"
+            )
             assert now < held.since_s + LONGEST_S, f"request {request.key} waits for {resource.key} for too long"
 
 

@@ -99,7 +99,7 @@ class Server:
         self._last_ack: dict[int, int] = {}
         self._next_batch: dict[int, int] = {}
         self._to_frontends = [Link(world.now) for _ in range(s.num_frontends)]
-        self._from_ranks = [Link(world.now) for _ in range(s.tp_size)]
+        self._from_ranks = [Link(world.now) for _ in range(s.num_ranks)]
         self._tick_at = math.inf
         self._num_in_flight = 0
         self._answered = 0  # the last step of which the scheduler has the result
@@ -120,9 +120,9 @@ class Server:
         self._obligations = Obligations(s, world.statistics)
         self._room = Room(s, world.statistics, self._worker, self._fairness)
         self._num_preempted = 0  # when it was last asked who was
-        self._next_answer = [1] * s.tp_size
+        self._next_answer = [1] * s.num_ranks
         self._last_sent = 0
-        self._captures = Captures(world.statistics, s.tp_size, lambda: self._worker.num_graphs_left)
+        self._captures = Captures(world.statistics, s.num_ranks, lambda: self._worker.num_graphs_left)
         self._told_load: dict[int, tuple[float, Load]] = {}  # by frontend
         self._busy_at = world.now  # something was heard
         self._says_last_words = False
@@ -134,7 +134,7 @@ class Server:
         """The workers come up."""
         s = self._settings
         sizes = (s.page_size, s.num_pages, s.num_slots, s.max_request_tokens, s.vocab_size)
-        for rank in range(s.tp_size):
+        for rank in range(s.num_ranks):
             counts = (s.row_tokens, s.num_stages, s.num_graphs, s.most_resources)
             groups = [window.tokens for window in s.windows], [window.num_pages for window in s.windows]
             hello = WorkerHello(rank, PROTOCOL, "config", "float32", *sizes, *counts, *groups)
@@ -182,7 +182,9 @@ class Server:
         assert sorted(keys) == sorted(wanted), f"{sorted(keys)} are said to be in flight, and {sorted(wanted)} are"
         for word in named:
             assert not word.is_alone or len(in_flight) == 1, "who is said to be alone was not"
-            assert word.is_alone or len(in_flight) != 1 or self._settings.tp_size > 1, "who was alone is not said to be"
+            assert word.is_alone or len(in_flight) != 1 or self._settings.num_ranks > 1, (
+                "who was alone is not said to be"
+            )
         self._apply(effects)
 
     def mute(self) -> None:
@@ -516,7 +518,7 @@ class Server:
             self._obligations.see_plan(work, self._world.now)
             answer = self._worker.execute(work, step_us, self._answered, self._is_trial(work))
             rows = self._worker.rows_of(work, answer)
-            self._unanswered[work.step] = rows, s.tp_size, answer
+            self._unanswered[work.step] = rows, s.num_ranks, answer
             self.control.planned([choice for choice, _ in rows])
             self.control.counts.note_plan(work)
             self._check_trial(rows)
@@ -531,7 +533,7 @@ class Server:
         self._first_stage_free_at = begin + step_us / 1e6 / s.num_stages
         duration = begin - self._world.now + step_us / 1e6 + self._extra_s
         self._extra_s = 0.0
-        for rank in range(s.tp_size):
+        for rank in range(s.num_ranks):
             self._from_rank(rank, duration + s.delay * rng.random(), self._of_rank(answer, rank))
 
     def _is_trial(self, plan: StepPlan) -> bool:
@@ -599,7 +601,7 @@ class Server:
         is_early = not self._scheduler.is_ready
         effects = self._handle(Worker(rank), message)
         if isinstance(message, WorkDone):
-            self.control.heard_done(message, _said(effects), self._settings.tp_size)
+            self.control.heard_done(message, _said(effects), self._settings.num_ranks)
         elif is_early and self._scheduler.is_ready:
             self.control.began(_said(effects))
             self._forget_flushed()

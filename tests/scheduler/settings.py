@@ -165,6 +165,7 @@ class Settings:
             chunked_prefill_size=self.chunk,
             disable_overlap_schedule=self.window == 1,
             tp_size=self.tp_size,
+            pp_size=self.num_stages,
             disable_radix_cache=not self.caches,
             max_queued_requests=self.max_queued,
             schedule_conservativeness=self.conservativeness,
@@ -178,6 +179,11 @@ class Settings:
             watchdog_timeout=self.watchdog_timeout,
             max_loras_per_batch=self.most_resources,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Those of all stages."""
+        return self.tp_size * self.num_stages
 
     @property
     def most_in_flight(self) -> int:

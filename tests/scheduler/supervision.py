@@ -55,7 +55,7 @@ class Supervision:
     def __init__(
         self, settings: Settings, rng: random.Random, now: float, progress_age_s: Callable[[float], float]
     ) -> None:
-        keys = children_of(settings.num_frontends, settings.tp_size)
+        keys = children_of(settings.num_frontends, settings.tp_size, pp_size=settings.num_stages)
         self.now = now
         self.stuck_s = longest_step_s(settings.server_args())
         self.verdicts = Verdicts(keys, self.stuck_s)
@@ -105,7 +105,7 @@ class Supervision:
         self._ask_to_stop(grace_s)
         if rng.random() < 0.2:
             self._at(self.now + rng.random() * 2 * grace_s, partial(self._ask_to_stop, grace_s))
-        if rng.random() < 0.3:  # one dies meanwhile
+        if rng.random() < 0.7:  # one dies meanwhile
             victim = rng.choice(list(self._processes.values()))
             self._at(self.now + rng.random() * 2, partial(self._die_in_a_stop, victim))
         while not self.is_finished:
