@@ -97,6 +97,8 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
             "--pp-layer-partition has 2 numbers of layers, but --pp-size is 1",
         ),
         ([*MODEL, "--pp-size", "2", "--pp-layer-partition", "0", "2"], "takes numbers of at least 1, not 0"),
+        ([*MODEL, "--ep-size", "2"], "--ep-size 2 must divide --tp, which is 1"),
+        ([*MODEL, "--tp", "2", "--ep-size", "0"], "--ep-size must be at least 1, not 0"),
         ([*MODEL, "--pp-size", "2", "--enable-torch-compile"], "works with all layers in one process only"),
         (
             [*MODEL, "--pp-size", "2", "--speculative-algorithm", "NGRAM"],

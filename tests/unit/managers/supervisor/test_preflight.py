@@ -309,6 +309,17 @@ def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
     refuse(checkpoint("deepseek_v3"), "layers of latent attention")
 
 
+def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory
+) -> None:
+    args = replace(args_for(checkpoint("qwen3_moe")), tp_size=2, ep_size=2)
+    check_model(args)
+    with pytest.raises(StartError, match="--ep-size 2 works on a CPU only"):
+        check_model(replace(args, device="cuda"))
+    with pytest.raises(StartError, match="--ep-size 2 divides the experts of a model, but our layers of this one have"):
+        check_model(replace(args, model_path=str(qwen3_checkpoint)))
+
+
 def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 1.0}}}}')
