@@ -121,7 +121,7 @@ def _bytes_of(config: ModelConfig, layer: str) -> float:
 
 def measured() -> Device:
     """Measured by a process of its own, which leaves nothing on the device."""
-    answer = subprocess.run([sys.executable, "-m", "benchmarks.limits"], check=True, capture_output=True, text=True)
+    answer = subprocess.run([sys.executable, "-m", "benchmarks.limits"], check=True, stdout=subprocess.PIPE, text=True)
     return Device(**json.loads(answer.stdout.splitlines()[-1]))
 
 
