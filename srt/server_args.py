@@ -356,10 +356,7 @@ class ServerArgs(HostOptions):
             "stream_interval",
             "max_running_requests",
             "page_size",
-            "tp_size",
-            "dp_size",
-            "pp_size",
-            "ep_size",
+            *("tp_size", "dp_size", "pp_size", "ep_size"),
             "torch_compile_max_bs",
             "dist_timeout",
         ):
