@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import ClassVar
 
 from srt.entrypoints.answers import LoadedAdapters
@@ -25,7 +26,7 @@ class LoadAdapterBody(RequestBody):
     lora_path: str = described(
         "The folder on the server's machine, as PEFT has saved it.", ..., string={"minLength": 1}
     )
-    pinned: bool = described("Must be false: the adapter used longest ago always makes room for others.", False)
+    pinned: bool = described("The workers hold it always, and it never makes room for others.", False)
 
 
 class UnloadAdapterBody(RequestBody):
@@ -48,14 +49,13 @@ async def unload_lora_adapter(exchange: Exchange, service: Service) -> None:
 
 async def load(body: LoadAdapterBody, service: Service) -> LoadedAdapters:
     names = _names(service, LOAD)
-    if body.pinned:
-        raise bad_parameter("pinned", "must be false: the adapter used longest ago always makes room for others")
     if body.lora_name in service.args.model_names():
         raise bad_parameter("lora_name", "is the name of the model itself: choose another one")
     try:
-        await asyncio.to_thread(names.add, body.lora_name, body.lora_path)
+        await asyncio.to_thread(partial(names.add, body.lora_name, body.lora_path, is_pinned=body.pinned))
     except ModelError as error:
         raise RequestError(400, str(error), "lora_path") from error
+    service.engine().pin_adapters()
     return _loaded(names)
 
 
@@ -63,6 +63,7 @@ def unload(body: UnloadAdapterBody, service: Service) -> LoadedAdapters:
     names = _names(service, UNLOAD)
     if not names.remove(body.lora_name):
         raise bad_parameter("lora_name", f"{body.lora_name[:200]!r} is not the name of an adapter")
+    service.engine().pin_adapters()
     return _loaded(names)
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from srt.lora.adapter_files import AdapterLimits, content_hash, read_adapter
 from srt.lora.resource import AdapterContent, resource_of
-from srt.protocol.messages import Resource
+from srt.protocol.messages import PinResources, Resource
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -35,6 +35,8 @@ class KnownAdapter(msgspec.Struct, frozen=True):
     content_hash: str
     created: int
     """Seconds since the epoch."""
+    is_pinned: bool = False
+    """Whether the workers hold it always."""
 
     @property
     def resource(self) -> Resource:
@@ -43,15 +45,20 @@ class KnownAdapter(msgspec.Struct, frozen=True):
 
 class _Content(msgspec.Struct):
     adapters: dict[str, KnownAdapter] = {}
+    version: int = 0
+    """The number of changes."""
 
 
 class AdapterNames:
     """The names of one server. Every frontend has an object for the same file."""
 
-    def __init__(self, run_dir: str | Path, limits: AdapterLimits, now: Callable[[], float]) -> None:
+    def __init__(
+        self, run_dir: str | Path, limits: AdapterLimits, now: Callable[[], float], most_pinned: int = 0
+    ) -> None:
         self._file = Path(run_dir, FILE)
         self._limits = limits
         self._now = now
+        self._most_pinned = most_pinned
         self._state: tuple[int, int] | None = None  # of the file as it was read last
         self._content = _Content()
         self._resources: dict[str, Resource] = {}
@@ -77,15 +84,27 @@ class AdapterNames:
             resource = self._resources[name] = known.resource
         return resource
 
-    def add(self, name: str, folder: str) -> None:
+    def pinned(self) -> PinResources:
+        """Return what tells a scheduler which adapters are pinned."""
+        self._refresh()
+        adapters = self._content.adapters.values()
+        return PinResources(self._content.version, [known.resource for known in adapters if known.is_pinned])
+
+    def add(self, name: str, folder: str, *, is_pinned: bool = False) -> None:
         """Read, check and add an adapter; under a name that is known, it replaces the other one for later requests.
 
         Reads all of its files. ModelError, with a sentence, if it cannot be served.
         """
         if not name or len(name) > MOST_NAME_CHARS or not name.isprintable():
             raise ModelError(f"The name of an adapter must have 1 to {MOST_NAME_CHARS} printable characters.")
-        known = self._read(folder)
+        known = msgspec.structs.replace(self._read(folder), is_pinned=is_pinned)
         with self._changing() as content:
+            others = {other for other, one in content.adapters.items() if one.is_pinned and other != name}
+            if is_pinned and len(others) >= self._most_pinned:
+                raise ModelError(
+                    f"{len(others)} adapters are pinned, and one of the {self._most_pinned + 1} places (--max-loras-per-batch) must"
+                    " stay free for others: unload one of them, or load it again without pinned."
+                )
             content.adapters.pop(name, None)
             content.adapters[name] = known
 
@@ -105,6 +124,7 @@ class AdapterNames:
         with self._lock, self._file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             content = self._load()
+            content.version += 1
             yield content
             new = self._file.with_suffix(".new")
             new.write_bytes(msgspec.json.encode(content))
@@ -132,6 +152,6 @@ def open_names(run_dir: str, model_folder: str, args: ServerArgs) -> AdapterName
     limits = AdapterLimits.of(args, ModelConfig.served_from(model_folder, args)) if args.serves_adapters else None
     if limits is None:
         return None
-    names = AdapterNames(run_dir, limits, time.time)
+    names = AdapterNames(run_dir, limits, time.time, args.max_loras_per_batch - 1)
     names.begin(args.adapter_paths())
     return names

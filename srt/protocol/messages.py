@@ -14,6 +14,8 @@ from msgspec import field
 
 from srt.protocol.engine_work import EngineLedger, SetWeightVersion, UpdateWeights, WeightVersion, Work
 from srt.protocol.host_messages import HostMessage, MeetingPoints
+from srt.protocol.resource import PinResources as PinResources
+from srt.protocol.resource import Resource as Resource
 from srt.protocol.wire import Wire as Wire
 from srt.server_args import ServerArgs
 
@@ -81,17 +83,6 @@ class TokenLogprobs(Wire, frozen=True):
     top: Float32Array
     of_ids: Float32Array
     vector: Float32Array = field(default_factory=float32_array)  # from a model that pools: the embedding, or scores
-
-
-class Resource(Wire, frozen=True):
-    """What the rows of a request need on every worker before they may run, such as a compiled grammar.
-
-    `key` is a hash of everything that makes it what it is: kind, content, and the version of the code that reads the content.
-    """
-
-    kind: str
-    key: str
-    content: bytes
 
 
 # ---- Frontend (or Runtime) -> scheduler
@@ -176,8 +167,7 @@ class GetState(Wire, frozen=True, tag=8):
 class PauseGeneration(Wire, frozen=True, tag=9):
     """Plan no step until ContinueGeneration. Answered by ControlReply once no step is in flight; not ok if ContinueGeneration came first.
 
-    `mode` decides about running requests: `abort` ends them and the waiting ones; `retract` preempts them, so that the cache can be
-    flushed; `in_place` keeps them where they are.
+    `mode`: `abort` ends all requests, `retract` preempts the running ones, so that the cache can be flushed, `in_place` keeps them.
     """
 
     call: int
@@ -583,6 +573,7 @@ FromFrontend = (
     | ContinueGeneration
     | UpdateWeights
     | SetWeightVersion
+    | PinResources
 )
 ToFrontend = (
     SchedulerHello | TokenBatch | Refused | Rejected | ControlReply | Load | LastWord | AbortLabel | WeightVersion

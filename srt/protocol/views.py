@@ -6,6 +6,8 @@ only compares these arrays or passes them on, and decoding one array costs as mu
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec.msgpack import Ext
 
 from srt.protocol.engine_work import SetWeightVersion, UpdateWeights
@@ -20,6 +22,7 @@ from srt.protocol.messages import (
     GenerateRequest,
     GetState,
     PauseGeneration,
+    PinResources,
     Resource,
     Wire,
 )
@@ -99,4 +102,20 @@ FromFrontendView = (
     | ContinueGeneration
     | UpdateWeights
     | SetWeightVersion
+    | PinResources
 )
+FROM_FRONTEND: Final = (
+    FrontendHello,
+    Abort,
+    AbortLabel,
+    AckBatch,
+    AskRange,
+    FlushCache,
+    GetState,
+    PauseGeneration,
+    ContinueGeneration,
+    UpdateWeights,
+    SetWeightVersion,
+    PinResources,
+)
+"""These classes but for RequestView, which is the most frequent one and asked for first."""

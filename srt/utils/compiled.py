@@ -61,6 +61,7 @@ TYPED = (
     "srt.protocol.engine_work",
     "srt.protocol.labels",
     "srt.protocol.messages",
+    "srt.protocol.resource",
     "srt.protocol.views",
     "srt.protocol.wire",
     "srt.sampling.draw_checks",

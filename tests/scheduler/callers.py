@@ -21,10 +21,13 @@ from srt.protocol.messages import (
     GenerateRequest,
     GetState,
     PauseGeneration,
+    PinResources,
+    Resource,
 )
 from srt.sampling.sampling_params import choice_seed
 from tests.scheduler.hostile import HostileRequests
 from tests.scheduler.ledger_frontend import LedgerFrontend
+from tests.scheduler.resource_rules import NUM_WANTED_OFTEN
 from tests.scheduler.settings import Settings
 from tests.scheduler.traffic import Choice
 
@@ -68,6 +71,7 @@ class Callers:
         self._num_second_tries = 4
         self._num_for_all = 2  # aborts of all that there is
         self._hostile = HostileRequests(world.settings, rng)
+        self._pins = random.Random(f"pins of {seed}")
         self.extra_drain = bool(self._kinds) and rng.random() < 0.2
         self._num_trial_pauses = rng.choice((3, 6, 9))
         self._deaths = random.Random(f"deaths in pauses of {seed}")
@@ -80,8 +84,19 @@ class Callers:
             self._world.at(self.rng.random() * end, partial(self._do, self.rng.choice(self._kinds)))
         for _ in range(self._world.settings.num_retracts):
             self._world.at(self.rng.random() * end, self._retract)
+        adapters = [one for one in self._world.resources if one.kind == "adapter"]
+        for _ in range(self._pins.choice((10, 40)) if adapters else 0):
+            self._world.at(self._pins.random() * end, partial(self._pin, adapters))
         if self.extra_drain:
             self._world.at((0.5 + 0.5 * self.rng.random()) * end, self._drain)
+
+    def _pin(self, adapters: list[Resource]) -> None:
+        """A client has pinned some, and no others, by one of the frontends, and all that are greeted later say so too."""
+        rng, world = self._pins, self._world
+        some = adapters if rng.random() < 0.5 else adapters[: 2 * NUM_WANTED_OFTEN]
+        count = rng.randint(0, min(len(some), world.settings.most_resources + 1))
+        world.pins = PinResources(world.pins.version + 1, rng.sample(some, count))
+        self._send(rng.choice(world.frontends), [world.pins], rng.random() * 2 * world.settings.delay)
 
     def _drain(self) -> None:
         """Now and then just as somebody has paused it."""

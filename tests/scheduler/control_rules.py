@@ -24,6 +24,7 @@ from srt.protocol.messages import (
     GetState,
     Load,
     PauseGeneration,
+    PinResources,
     Refused,
     Rejected,
     RequestDone,
@@ -188,6 +189,8 @@ class ControlRules:
                     self._asked_deep.append(_Look(frontend, call))
                 else:
                     self._check_state(_reply(said, number, call))
+            case PinResources():
+                pass  # resource_rules.py says what follows
             case _:
                 raise AssertionError(f"{message}")
 

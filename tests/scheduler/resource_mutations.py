@@ -25,8 +25,8 @@ RESOURCE_MUTATIONS = (
     Mutation(
         "released while it is used again",
         _RESOURCES,
-        "        self._idle.pop(resource.key, None)\n        if entry.is_ready",
-        "        if entry.is_ready",
+        "            self._idle.pop(resource.key, None)\n            return True",
+        "            return True",
     ),
     Mutation(
         "released with its first user",
@@ -37,8 +37,8 @@ RESOURCE_MUTATIONS = (
     Mutation(
         "the resource used last is released",
         _RESOURCES,
-        "self._release(next(iter(self._idle.values())))",
-        "self._release(list(self._idle.values())[-1])",
+        "(one for key, one in self._idle.items() if key not in self._later), longest_ago",
+        "(one for key, one in reversed(self._idle.items()) if key not in self._later), longest_ago",
     ),
     Mutation(
         "released though there is room",
@@ -78,20 +78,20 @@ RESOURCE_MUTATIONS = (
     Mutation(
         "asked for again by each request",
         _RESOURCES,
-        "        if entry is None:\n            entry = self._entries",
-        "        if entry is None or not entry.is_asked:\n            entry = self._entries",
+        "if entry is not None and not entry.is_closed:",
+        "if entry is not None and entry.is_asked and not entry.is_closed:",
     ),
     Mutation(
         "those who came last are prepared first",
         _RESOURCES,
-        "self._unasked.pop(next(iter(self._unasked)))",
-        "self._unasked.pop(list(self._unasked)[-1])",
+        "in self._unasked.items() if key not in self._later), None)",
+        "in reversed(self._unasked.items()) if key not in self._later), None)",
     ),
     Mutation(
         "what nobody needs any more is prepared",
         _RESOURCES,
-        "            del self._entries[key], self._unasked[key]",
-        "            pass",
+        "            del self._unasked[key]\n            if",
+        "            if",
     ),
     Mutation(
         "admitted without the key",
@@ -116,5 +116,39 @@ RESOURCE_MUTATIONS = (
         _SCHEDULER,
         "        times.append(self._core.resources.next_overdue_s())\n",
         "",
+    ),
+    Mutation("others are kept out as long as it has requests", _RESOURCES, "num_patient > self._num_closed", "False"),
+    Mutation(
+        "a closed one takes requests",
+        _RESOURCES,
+        "if entry is not None and not entry.is_closed:",
+        "if entry is not None:",
+    ),
+    Mutation("nothing is opened again", _RESOURCES, "while self._num_closed > len(outside)", "while False"),
+    Mutation(
+        "an ended one that came later counts on",
+        _RESOURCES,
+        "            if self._later.pop(key, None) is None:",
+        "            if key not in self._later:",
+    ),
+    Mutation(
+        "what is pinned makes room",
+        _RESOURCES,
+        "if key in self._pinned and not (entry.reason",
+        "if False and not (entry.reason",
+    ),
+    Mutation(
+        "what is pinned while it is idle makes room",
+        _RESOURCES,
+        "            self._idle.pop(key, None)\n            held",
+        "            held",
+    ),
+    Mutation("what was pinned stays for ever", _RESOURCES, "key in before and key not in wanted", "False"),
+    Mutation("all places are pinned", _RESOURCES, "message.resources[: self._most_held - 1]", "message.resources"),
+    Mutation(
+        "what is pinned waits for its first request",
+        _RESOURCES,
+        "                self._entry_for_new(resource)\n            elif",
+        "                pass\n            elif",
     ),
 )

@@ -68,6 +68,8 @@ RULES: tuple[str, ...] = (
     "who is admitted has its resource",  # on every rank
     "requests fail with their resource",  # if a rank cannot prepare it, or takes too long
     "nobody waits for ever for a resource",
+    "what is pinned stays",
+    "what is used makes room for what waits",  # after a quarter of a second it takes no new requests
     "no plans in a pause",
     "last words name what is in flight",
     "a worker's fault ends it",

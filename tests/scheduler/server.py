@@ -25,6 +25,7 @@ from srt.protocol.messages import (
     LastWord,
     Load,
     Message,
+    PinResources,
     Prepare,
     Prepared,
     Refused,
@@ -94,6 +95,7 @@ class Server:
         hosted = HostedScheduler(s, lambda: world.now, world.statistics, ledger)
         self._scheduler = cast("Scheduler", hosted)  # behind the hands of its process
         self.resources = ResourceRules(s, world.statistics, world.resources_rng)
+        self.resources.waits = self._waits
         self._worker = FakeWorker(s, world.by_seed, self.resources)
         self._connected: dict[int, LedgerFrontend] = {}
         self._last_ack: dict[int, int] = {}
@@ -203,6 +205,10 @@ class Server:
         """What would reach this frontend later does not."""
         self._to_frontends[frontend].cut_at = when
 
+    def _waits(self, request: Request) -> bool:
+        core = self._scheduler._core
+        return core is not None and core.resources.waits(request)
+
     def count(self) -> None:
         statistics, worker = self._world.statistics, self._worker
         self._world.rows_per_step += worker.rows_per_step
@@ -247,6 +253,8 @@ class Server:
         effects = self._handle(Frontend(number), message)
         if isinstance(message, GenerateRequest) and not any(isinstance(word, Refused) for _, word in _said(effects)):
             self.resources.want(message)
+        elif isinstance(message, PinResources):
+            self.resources.pin(message)
         if not isinstance(message, FrontendHello):
             self.control.heard(frontend, message, _said(effects))
             self._forget_flushed()

@@ -91,7 +91,7 @@ class Traffic:
         self._poison_rng = random.Random(f"poison of {seed}")
         self.num_poisons = settings.num_poisons
         self._resources_rng = resources_rng = random.Random(f"resources of {seed}")
-        self._resources = draw_resources(settings.num_resources, resources_rng)
+        self.resources = draw_resources(settings.num_resources, resources_rng)
         self._beside_rng = random.Random(f"tokens beside those of {seed}")
 
     def next_request(self, rid: int) -> list[Choice]:
@@ -126,7 +126,7 @@ class Traffic:
 
     def _resource(self) -> Resource | None:
         """Half of them ask for one of the first few."""
-        rng, resources = self._resources_rng, self._resources
+        rng, resources = self._resources_rng, self.resources
         if not resources or rng.random() >= self._settings.resource_share:
             return None
         return rng.choice(resources[:NUM_WANTED_OFTEN] if rng.random() < 0.5 else resources)

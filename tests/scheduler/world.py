@@ -24,6 +24,8 @@ from srt.protocol.messages import (
     GenerateRequest,
     GetState,
     PauseGeneration,
+    PinResources,
+    Resource,
     ToFrontend,
 )
 from tests.scheduler.alike import alike, alike_for_readers, alike_in_resources
@@ -74,6 +76,7 @@ class World:
         self._traffic.num_poisons += self._callers.num_poisons
         self.resources_rng = random.Random(f"what becomes of resources in {seed}")
         self.calls_rng = random.Random(f"answers to calls of {seed}")
+        self.pins = PinResources(0, [])  # as all frontends know it
         self.frontends = [LedgerFrontend(n, self) for n in range(s.num_frontends)]
         self.server = Server(self, generation=1)
         self._server_of: list[Server] = [self.server] * s.num_frontends  # that each frontend is connected to
@@ -125,6 +128,15 @@ class World:
         ):
             self.at(self.now + WAKE_S, self._wake)
 
+    @property
+    def resources(self) -> list[Resource]:
+        """All that requests may need."""
+        return self._traffic.resources
+
+    def _hello(self, frontend: LedgerFrontend) -> list[FromFrontend]:
+        pins = [self.pins] if self.pins.version else []
+        return [FrontendHello(frontend.number, PROTOCOL, frontend.process), *pins]
+
     def _live(self) -> list[str]:
         return [choice.name for frontend in self.frontends for choice in frontend.live_choices()]
 
@@ -132,7 +144,7 @@ class World:
         s, when = self.settings, 0.0
         self.server.start()
         for frontend in self.frontends:
-            self._say(frontend, [FrontendHello(frontend.number, PROTOCOL, frontend.process)])
+            self._say(frontend, self._hello(frontend))
         times = []
         for index in range(s.num_requests):
             if index % 7 == 0 or self.rng.random() < 0.5:  # the others come together with the one before
@@ -319,7 +331,7 @@ class World:
             self._links[number].cut_at = self.now + self.settings.delay
         self._links[number] = self._links[number].next()
         self._server_of[number] = self.server
-        self._say(new, [FrontendHello(number, PROTOCOL, new.process)])
+        self._say(new, self._hello(new))
         old.clients.end_process()
         self._ended.append(old.clients)
         self.at(self.now + self.rng.random(), self._arrive)  # those who lost their answer ask again
@@ -401,6 +413,6 @@ class World:
         self._server_of[frontend.number] = server
         self._say(
             frontend,
-            [FrontendHello(frontend.number, PROTOCOL, frontend.process), *frontend.resume(by_request=by_request)],
+            [*self._hello(frontend), *frontend.resume(by_request=by_request)],
         )
         self._callers.call_again(frontend)

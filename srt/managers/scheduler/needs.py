@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from srt.managers.scheduler.request import Request
 from srt.managers.scheduler.resources import Resources
-from srt.protocol.messages import Prepare, Prepared, Release, Resource
+from srt.protocol.messages import PinResources, Prepare, Prepared, Release, Resource
 
 
 class _Adapters(Resources):
@@ -34,6 +34,10 @@ class Needs:
     def enter(self, request: Request) -> bool:
         return self._adapters.enter(request) and self._enter_second(request)
 
+    def pin(self, message: PinResources) -> list[Request]:
+        """Hold these adapters, whether requests need them or not. Return the requests that need not wait for them any more."""
+        return self._behind_adapters(self._adapters.pin(message))
+
     def leave(self, request: Request) -> None:
         self._adapters.leave(request)
         if request in self._in_second:
@@ -43,11 +47,7 @@ class Needs:
     def answered(self, rank: int, answer: Prepared) -> list[Request]:
         if not self._adapters.knows(answer.key):
             return self._grammars.answered(rank, answer)
-        done: list[Request] = []
-        for request in self._adapters.answered(rank, answer):
-            if self._adapters.failure(request) is not None or self._enter_second(request):
-                done.append(request)
-        return done
+        return self._behind_adapters(self._adapters.answered(rank, answer))
 
     def failure(self, request: Request) -> tuple[int, str] | None:
         return self._adapters.failure(request) or (
@@ -59,13 +59,20 @@ class Needs:
         return min([at for at in times if at is not None], default=None)
 
     def overdue(self, now: float) -> list[Request]:
-        return self._adapters.overdue(now) + self._grammars.overdue(now)
+        return self._behind_adapters(self._adapters.overdue(now)) + self._grammars.overdue(now)
+
+    def waits(self, request: Request) -> bool:
+        return self._adapters.waits(request) or (request in self._in_second and self._grammars.waits(request))
 
     def check(self, requests: list[Request]) -> None:
         """Raise AssertionError unless users are counted right. `requests` are all that have not ended."""
         self._adapters.check(requests)
         self._grammars.check([request for request in requests if request in self._in_second])
         assert self._in_second <= set(requests), "an ended request still needs its grammar"
+
+    def _behind_adapters(self, requests: list[Request]) -> list[Request]:
+        """Return those of these that wait for no adapter any more and either fail or need no grammar that is not there."""
+        return [one for one in requests if self._adapters.failure(one) is not None or self._enter_second(one)]
 
     def _enter_second(self, request: Request) -> bool:
         if request.resource is None:

@@ -37,6 +37,7 @@ from srt.protocol.messages import (
     Load,
     Message,
     PauseGeneration,
+    PinResources,
     Prepared,
     Refused,
     Rejected,
@@ -49,7 +50,7 @@ from srt.protocol.messages import (
     WorkerHello,
     WorkPlan,
 )
-from srt.protocol.views import FromFrontendView, RequestView
+from srt.protocol.views import FROM_FRONTEND, FromFrontendView, RequestView
 from srt.server_args import ServerArgs
 
 LOAD_INTERVAL_S = 0.2
@@ -57,19 +58,6 @@ LOAD_INTERVAL_S = 0.2
 CAPTURE_AFTER_S = 0.5  # after their hello, so that the first token waits for no graph
 CAPTURE_REST_S = 0.1  # after a step, for clients that ask again at once; or after a try that lacked kernels
 PAUSE_MODES = ("abort", "retract", "in_place")
-_FROM_FRONTEND = (
-    FrontendHello,
-    Abort,
-    AbortLabel,
-    AckBatch,
-    AskRange,
-    FlushCache,
-    GetState,
-    PauseGeneration,
-    ContinueGeneration,
-    UpdateWeights,
-    SetWeightVersion,
-)
 _FROM_WORKER = (WorkerHello, StepResult, StepAck, WorkDone, Prepared, WorkerFault)
 
 
@@ -140,7 +128,7 @@ class Scheduler:
         """Apply one message and return the answers that it asks for. Its other consequences come with the next `tick`."""
         self._now = now
         if isinstance(source, Frontend):
-            if not isinstance(message, RequestView) and not isinstance(message, _FROM_FRONTEND):
+            if not isinstance(message, RequestView) and not isinstance(message, FROM_FRONTEND):
                 rejected = Rejected(f"A frontend may not send {type(message).__name__} to a scheduler.")
                 return [ToFrontend(source.number, rejected)]
             return self._from_frontend(source.number, message, now)
@@ -255,6 +243,9 @@ class Scheduler:
                 return self._update_weights(self._core, client, message)
             case SetWeightVersion(call, version):
                 return self._changes.rename_weights(client, call, version, self._clients)
+            case PinResources():
+                self._settle(self._core, self._core.resources.pin(message))
+                return []
             case GetState(call, deep):
                 if not deep:
                     return [ToFrontend(number, self._state(self._core, call, []))]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from srt.lora.adapter_names import AdapterNames
 from srt.managers.tokenizer_manager.api_types import RequestError
 from srt.managers.tokenizer_manager.control_calls import ControlCalls
 from srt.managers.tokenizer_manager.deliveries import Deliveries
@@ -30,6 +31,7 @@ from srt.protocol.messages import (
     TokenBatch,
 )
 
+RETRY_AFTER_S = 1
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +62,7 @@ class ReplicaClient:
         watch: RequestWatch,
         convictions: Convictions,
         owner: ReplicaOwner,
+        adapters: AdapterNames | None = None,
     ) -> None:
         """Link to the scheduler of `generation`. `connect` makes a SchedulerLink from a generation, an address and
         the link's callbacks."""
@@ -76,6 +79,7 @@ class ReplicaClient:
         self._lost: EngineLost | None = None  # how the present scheduler ended, while the next one is not known
         self._connect = connect
         self._owner = owner
+        self._adapters = adapters
         self._link = self._link_to(generation, "")
 
     # ---- The scheduler's end, and its successor
@@ -160,9 +164,19 @@ class ReplicaClient:
     def _greeted(self, hello: SchedulerHello) -> None:
         self.limits = hello
         self.is_greeted = True
+        self.pin_adapters()
         self.deliveries.resume()
         self.calls.send_again()
         self._owner.replica_changed(self)
+
+    def being_replaced(self) -> RequestError:
+        """Return what clients are told of calls that need this replica now."""
+        return RequestError(503, f"Replica {self.number} is being replaced.", retry_after_s=RETRY_AFTER_S)
+
+    def pin_adapters(self) -> None:
+        """Tell the scheduler which adapters are pinned."""
+        if self._adapters is not None:
+            self._send(self._adapters.pinned())
 
     def _handle_rejection(self, reason: str) -> None:
         """Handle the scheduler's report that it dropped a message of this frontend, which is a defect.

@@ -122,7 +122,8 @@ class TokenizerManager:
         self._replicas: list[ReplicaClient] = []
         self._convictions = Convictions()
         for number, generation in enumerate(generations):
-            self._replicas.append(ReplicaClient(number, generation, connect, self._watch, self._convictions, self))
+            shared = self._watch, self._convictions, self, adapters
+            self._replicas.append(ReplicaClient(number, generation, connect, *shared))
 
     @classmethod
     async def connect(
@@ -238,7 +239,7 @@ class TokenizerManager:
             self._answered.set()
             self._router.forget(changed)
         elif self.num_replicas > 1:
-            changed.calls.fail(_being_replaced(changed), kinds=(FlushCache, GetState, AbortLabel))
+            changed.calls.fail(changed.being_replaced(), kinds=(FlushCache, GetState, AbortLabel))
         for replica in self._replicas:
             if not replica.is_greeted:
                 self._move_requests(replica)
@@ -407,6 +408,11 @@ class TokenizerManager:
             raise bad("lora_path", f"{name[:200]!r} is not the name of an adapter (/v1/models lists them)")
         return found
 
+    def pin_adapters(self) -> None:
+        """Tell all schedulers which adapters are pinned."""
+        for replica in self._replicas:
+            replica.pin_adapters()
+
     async def tokenized(self, request: GenerateInput) -> GenerateInput:
         """Return the request with its token ids in place of its text. Raises RequestError as `submit` does."""
         self._check_alive()
@@ -533,7 +539,7 @@ class TokenizerManager:
         self._check_alive()
         for replica in self._replicas:
             if self.num_replicas > 1 and not replica.is_greeted:
-                raise _being_replaced(replica)
+                raise replica.being_replaced()
 
     async def _call(self, make: Callable[[int], FromFrontend], is_own: bool = False) -> dict[int, ControlReply]:
         """Send a call to all replicas that serve, and return their answers. One that ends meanwhile is left out, unless it was the last."""
@@ -562,10 +568,6 @@ def _whether_all(replies: Mapping[int, ControlReply]) -> tuple[bool, str]:
     refusals = [reply for reply in replies.values() if not reply.ok]
     sentences = dict.fromkeys(reply.message for reply in refusals or replies.values())
     return not refusals, " ".join(sentence for sentence in sentences if sentence)
-
-
-def _being_replaced(replica: ReplicaClient) -> RequestError:
-    return RequestError(503, f"Replica {replica.number} is being replaced.", retry_after_s=_RETRY_AFTER_S)
 
 
 async def _start(compiler: Compiler) -> None:

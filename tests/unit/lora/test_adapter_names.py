@@ -56,6 +56,27 @@ def test_what_one_frontend_changes_the_others_know_and_a_replaced_one_keeps(
     assert list(first.all()) == ["red"]
 
 
+def test_adapters_are_pinned_until_they_are_loaded_again_or_unloaded(
+    qwen3_checkpoint: Path, folders: list[Path], tmp_path: Path
+) -> None:
+    limits = AdapterLimits.of(ServerArgs(model_path="m", enable_lora=True), ModelConfig.from_folder(qwen3_checkpoint))
+    assert limits is not None
+    one, other = (AdapterNames(tmp_path, limits, lambda: 7.0, most_pinned=1) for _ in range(2))
+    one.add("red", str(folders[0]), is_pinned=True)
+    first = other.pinned()
+    assert first.resources == [one.find("red")]
+    with pytest.raises(ModelError, match="one of the 2 places"):
+        other.add("blue", str(folders[1]), is_pinned=True)
+    other.add("red", str(folders[1]), is_pinned=True)
+    assert one.pinned().resources == [one.find("red")] != first.resources
+    other.add("red", str(folders[0]))
+    assert one.pinned().resources == []
+    other.add("blue", str(folders[1]), is_pinned=True)
+    assert other.remove("blue")
+    last = one.pinned()
+    assert last.resources == [] and last.version > first.version
+
+
 def test_a_wrong_adapter_changes_nothing(frontends: list[AdapterNames], folders: list[Path], tmp_path: Path) -> None:
     first, second = frontends
     first.add("red", str(folders[0]))

@@ -10,6 +10,7 @@ from srt.managers.scheduler.request import Request, expand
 from srt.protocol.messages import (
     GenerateRequest,
     LogprobSpec,
+    PinResources,
     Prepare,
     Prepared,
     Release,
@@ -38,10 +39,10 @@ def request(number: int, adapter: str = "", grammar: str = "") -> Request:
 
 
 class World:
-    """Two ranks, room for one adapter and one grammar, and the requests that have not ended."""
+    """Two ranks, room for one grammar and one adapter or more, and the requests that have not ended."""
 
-    def __init__(self) -> None:
-        self.needs = Needs(2, 1, 1)
+    def __init__(self, most_adapters: int = 1) -> None:
+        self.needs = Needs(2, 1, most_adapters)
         self.live: list[Request] = []
         self.now = 0.0
 
@@ -135,3 +136,94 @@ def test_what_takes_too_long_ends_the_request_and_its_place_is_free() -> None:
     assert failure is not None and failure[0] == 503
     world.leave(late)
     assert world.told() == ["+blue"]
+
+
+def test_an_adapter_with_requests_makes_room_when_another_has_waited_long() -> None:
+    world = World()
+    first, other = request(1, "red"), request(2, "blue")
+    world.enter(first)
+    assert world.told() == ["+red"]
+    assert world.answer("red") == [first]
+    world.enter(other)
+    assert world.told() == []
+    world.now = 0.2
+    assert world.needs.overdue(world.now) == []
+    second = request(3, "red")
+    assert world.enter(second), "it is not closed yet"
+    world.now = 0.25
+    assert world.needs.overdue(world.now) == [] and world.told() == []
+    later = [request(number, "red") for number in (4, 5)]
+    assert not any(world.enter(one) for one in later)
+    world.leave(first)
+    assert world.told() == []
+    world.leave(second)
+    assert world.told() == ["-red", "+blue"]
+    assert world.answer("blue") == [other]
+    world.leave(later[0])
+    world.leave(other)
+    assert world.told() == ["-blue", "+red"]
+    assert world.answer("red") == later[1:]
+
+
+def test_a_closed_adapter_is_open_again_when_nothing_waits_any_more() -> None:
+    world = World()
+    first, other, later = request(1, "red"), request(2, "blue"), request(3, "red")
+    world.enter(first)
+    world.told()
+    world.answer("red")
+    world.enter(other)
+    world.told()
+    world.now = 1.0
+    world.needs.overdue(world.now)
+    assert not world.enter(later)
+    world.leave(first)
+    world.leave(other)
+    assert world.needs.next_overdue_s() == 0.0
+    assert world.needs.overdue(world.now) == [later]
+    assert world.needs.failure(later) is None and world.told() == []
+    assert world.needs.next_overdue_s() is None
+
+
+def test_a_pinned_adapter_is_held_and_never_makes_room() -> None:
+    world = World(most_adapters=2)
+    red, blue = Resource("adapter", "red", b""), Resource("adapter", "blue", b"")
+    assert world.needs.pin(PinResources(2, [red, blue])) == []
+    assert world.told() == ["+red"], "one place is left for others"
+    assert world.answer("red") == []
+    assert world.needs.pin(PinResources(1, [])) == [], "an older message"
+    first = request(1, "red")
+    assert world.enter(first)
+    world.enter(request(2, "blue"))
+    assert world.told() == ["+blue"]
+    world.answer("blue")
+    world.enter(request(3, "green"))
+    assert world.told() == []
+    world.now = 5.0
+    assert world.needs.overdue(world.now) == []
+    assert world.enter(request(4, "red")) and not world.enter(request(5, "blue"))
+    for one in [one for one in world.live if one is not first]:
+        world.leave(one)
+    world.leave(first)
+    world.needs.overdue(world.now)
+    world.enter(request(6, "green"))
+    assert world.told() == ["-blue", "+green"]
+    world.needs.pin(PinResources(3, []))
+    world.enter(request(7, "blue"))
+    assert world.told() == ["-red", "+blue"]
+
+
+def test_a_closed_adapter_that_is_pinned_takes_requests_again() -> None:
+    world = World(most_adapters=2)
+    for number, key in enumerate(("red", "blue"), 1):
+        world.enter(request(number, key))
+        world.told()
+        world.answer(key)
+    world.enter(request(3, "green"))
+    world.told()
+    world.now = 2.0
+    world.needs.overdue(world.now)
+    later = request(4, "red")
+    assert not world.enter(later)
+    assert world.needs.pin(PinResources(1, [Resource("adapter", "red", b"")])) == [later]
+    assert world.needs.overdue(world.now) == []
+    assert world.enter(request(5, "red")) and not world.enter(request(6, "blue"))
