@@ -7,13 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from srt.protocol.engine_work import LoadWeights
 from tests.faults.test_replacement import words_for
 from tests.faults.test_weight_updates import post, update
 from tests.support.checkpoints import CheckpointFactory
@@ -98,25 +97,57 @@ def check_updates(server: ServerProcess, folders: list[Path], num_updates: int) 
             load.version = number
             assert post(server, "/continue_generation", {}).status_code == 200
     assert not load.errors and len(load.answers) >= num_updates
-    runners = [make_runner(folder, 16, dtype="float32") for folder in folders]
-
-    @cache
-    def tokens(which: int, ids: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """What this checkpoint says behind these ids."""
-        runners[which].reset()
-        job = Job(list(ids), greedy(count))
-        PlanDriver(runners[which], 16).run([job])
-        return tuple(job.outputs)
-
-    judged = {mode: sum(check_answer(answer, mode, tokens) for answer in load.answers) for mode in MODES}
+    reference = Reference(folders)
+    judged = {mode: sum(check_answer(answer, mode, reference) for answer in load.answers) for mode in MODES}
     assert all(judged.values()), f"each mode must have had a request under way: {judged}"
 
 
-def check_answer(answer: Answer, mode: str, tokens: Any) -> bool:
+class Reference:
+    """What a request says whose weights change on the way, run by itself on one rank."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+        self._runner = make_runner(folders[0], 16, dtype="float32")
+        self._version = 0  # of the runner's weights
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def said(self, ids: list[int], history: History, count: int) -> list[int]:
+        """Return `count` tokens behind these ids, of which keys and values are computed by the first version.
+
+        The versions behind it keep the keys and values of those before, and go on as soon as there are as many tokens as they say.
+        """
+        key = (*ids, -1, *(number for change in history for number in change), -1, count)
+        if key not in self._known:
+            self._known[key] = self._run(Job(list(ids), greedy(count)), history)
+        return self._known[key]
+
+    def _run(self, job: Job, history: History) -> list[int]:
+        (begin, version), *changes = history
+        self._become(version)
+        self._runner.reset()
+        driver, waiting, running = PlanDriver(self._runner, 16), [job], list[Job]()
+        while not job.is_done:
+            if changes and len(job.outputs) == changes[0][0] - begin:
+                self._become(changes.pop(0)[1])
+                continue
+            driver._step(waiting, running)
+        return job.outputs
+
+    def _become(self, version: int) -> None:
+        if version % 2 != self._version % 2:
+            self._runner.update_weights(LoadWeights(str(self._folders[version % 2])), lambda: None)
+        self._version = version
+
+
+History = tuple[tuple[int, int], ...]
+"""Tokens that there were, and the version that came then, for each version since keys and values were computed anew."""
+
+
+def check_answer(answer: Answer, mode: str, reference: Reference) -> bool:
     """Check an answer, and return whether an update of this mode may have met it.
 
-    The versions follow each other. From where one ends, the next goes on as its checkpoint does behind what there is; only behind a switch
-    that keeps keys and values nothing is known.
+    The versions follow each other. From where one ends, the next goes on as its checkpoint does behind what there is: with the keys and
+    values that there are if the update was in place, else with its own ones.
     """
     versions = range(answer.first_version, answer.last_version + 1)
     modes = [MODES[version % len(MODES)] for version in versions[1:]]
@@ -126,18 +157,24 @@ def check_answer(answer: Answer, mode: str, tokens: Any) -> bool:
         assert modes[-1] == "abort", f"{answer} was ended by an update that ends nothing"
     else:
         assert len(answer.ids) == LENGTH and answer.reason == "length", answer
-    reached = {0}
-    for version in versions:
-        if version > versions[0] and MODES[version % len(MODES)] == "in_place" and reached - {0}:
-            return mode in modes
-        further: set[int] = set()
-        for begin in reached:
-            left = answer.ids[begin:]
-            said = tokens(version % 2, (*answer.prompt, *answer.ids[:begin]), len(left)) if left else ()
-            same = next((n for n, (one, other) in enumerate(zip(left, said, strict=True)) if one != other), len(left))
-            further |= set(range(begin, begin + same + 1))
-        reached = further
-    assert len(answer.ids) in reached, f"{answer} has tokens of no version"
+
+    def fits(version: int, history: History) -> bool:
+        """Whether the tokens from the last change on may be those of this version and the ones behind it."""
+        (start, _), (begin, _) = history[0], history[-1]
+        known, left = [*answer.prompt, *answer.ids[:start]], len(answer.ids) - start
+        said = answer.ids[:start] + (reference.said(known, history, left) if left else [])
+        end = next((n for n, (one, other) in enumerate(zip(answer.ids, said, strict=True)) if one != other), len(said))
+        if version == versions[-1]:
+            return end == len(said)
+        following = version + 1
+        is_kept = MODES[following % len(MODES)] == "in_place"
+        return any(
+            fits(following, (*history, (n, following)) if is_kept and n else ((n, following),))
+            for n in range(end, begin - 1, -1)
+        )
+
+    first = versions[0]
+    assert fits(first, ((0, first),)), f"{answer} has tokens of no version"
     return mode in modes
 
 
