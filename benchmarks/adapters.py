@@ -29,17 +29,16 @@ from srt.utils.model_config import ModelConfig
 
 def write_adapters(model_folder: str, root: Path, count: int, rank: int) -> dict[str, str]:
     """Write random adapters for all projections of a model, as PEFT does, and return their folders by name."""
-    folders = {}
+    folders, first, generator = {}, dict[str, torch.Tensor](), torch.Generator().manual_seed(0)
+    for path, (num_outputs, num_inputs) in adaptable_layers(ModelConfig.from_folder(model_folder)).items():
+        for side, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+            values = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            first[f"base_model.model.{path}.lora_{side}.weight"] = values.to(torch.bfloat16)
     for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for path, (num_outputs, num_inputs) in adaptable_layers(ModelConfig.from_folder(model_folder)).items():
-            for side, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
-                values = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-                tensors[f"base_model.model.{path}.lora_{side}.weight"] = values.to(torch.bfloat16)
         folder = root / f"adapter-{number}"
         folder.mkdir(parents=True)
-        save_file(tensors, folder / "adapter_model.safetensors")
+        # Rolled, because random numbers for many adapters take long.
+        save_file({name: one.roll(number) for name, one in first.items()}, folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
         (folder / "adapter_config.json").write_text(json.dumps(config))
         folders[folder.name] = str(folder.absolute())

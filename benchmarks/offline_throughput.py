@@ -11,6 +11,7 @@ rate, whichever takes longer.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from benchmarks.adapters import write_adapters
 from benchmarks.graphs import wait_for_graphs
 from srt.runtime import Runtime
 from srt.server_args import parse_args
+
+BEGUN_S = time.perf_counter()
 
 
 def main() -> int:
@@ -55,15 +58,19 @@ def main() -> int:
         for i, n in enumerate(lengths_out)
     ]
     took_s = []
+    tell("options read, hardware measured")
     with TemporaryDirectory() as root, Runtime(**given, **lora_options(folder, root, options)) as runtime:
+        tell("server started")
         runtime.generate(input_ids=[[5] * 64] * options.requests, sampling_params={**sampling[0], "max_new_tokens": 16})
         for number in range(1 + options.runs):
             if number == 1:
                 wait_for_graphs(runtime)
+                tell("graphs captured")
             prompts = [rng.integers(300, vocab_size, n).tolist() for n in lengths_in]  # others, which no cache has
             begin_s = time.perf_counter()
             answers = runtime.generate(input_ids=prompts, sampling_params=sampling)
             took_s.append(time.perf_counter() - begin_s)
+            tell(f"{took_s[-1]:.2f} s without adapters")
             assert [len(a["output_ids"]) for a in answers] == lengths_out.tolist()
         rounds = [[rng.integers(300, vocab_size, n).tolist() for n in lengths_in] for _ in range(1 + options.runs)]
         adapted_s = adapted_seconds(runtime, rounds, sampling, options.adapters)
@@ -88,6 +95,11 @@ def main() -> int:
     return 0
 
 
+def tell(what: str) -> None:
+    """Say on standard error how long ago the benchmark began, and what it has done."""
+    print(f"{time.perf_counter() - BEGUN_S:6.1f} s: {what}", file=sys.stderr, flush=True)
+
+
 def adapted_seconds(
     runtime: Runtime, rounds: list[list[list[int]]], sampling: list[dict[str, Any]], num_adapters: int
 ) -> list[float]:
@@ -99,6 +111,7 @@ def adapted_seconds(
         begin_s = time.perf_counter()
         answers = runtime.generate(input_ids=prompts, sampling_params=sampling, lora_path=names)
         took_s.append(time.perf_counter() - begin_s)
+        tell(f"{took_s[-1]:.2f} s with adapters")
         assert [len(answer["output_ids"]) for answer in answers] == lengths
     return took_s
 
@@ -139,6 +152,7 @@ def lora_options(model_folder: str, root: str, options: argparse.Namespace) -> d
     if not options.adapters:
         return {}
     folders = write_adapters(model_folder, Path(root), options.adapters, options.rank)
+    tell("adapters written")
     paths = tuple(f"{name}={folder}" for name, folder in folders.items())
     return {"lora_paths": paths, "max_loras_per_batch": options.resident or options.adapters}
 
