@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.faults.test_replacement import WORKER, Chunks, Trigger, all_streamed, check_same, victim_of
+from tests.faults.test_replacement import FRONTEND, WORKER, Chunks, Trigger, all_streamed, check_same, victim_of
 from tests.faults.test_replicas import check_books
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.server_process import END_S, ServerProcess, all_gone
@@ -68,6 +68,8 @@ def test_replicas_on_two_hosts_survive_the_loss_of_one(replicas: TwoHosts, undis
         with replicas.start(1) as again:
             leader.wait_for("at work again", 2)
             check_books(url)
+            victim_of(leader, FRONTEND).kill()  # the next one finds both replicas
+            leader.wait_for("at work again", 3)
             check_same(all_streamed(url), undisturbed)
             left = again.children()
             leader.send(signal.SIGTERM)
@@ -100,6 +102,22 @@ def test_a_replica_may_span_hosts_and_ends_with_each(
         else:
             other.popen.kill()
             check_ended(leader, "Host 1 at 127.0.0.1 is gone", left)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [("--dp-size", "2", "--tp", "2"), ("--dp-size", "4"), ("--pp-size", "2", "--tp", "2")]
+)
+def test_other_layouts_on_two_hosts_answer_as_one_process(
+    options: tuple[str, ...], folder: Path, tmp_path: Path, undisturbed: list[Chunks]
+) -> None:
+    with TwoHosts(words_for(folder, *options), tmp_path).started() as (leader, other):
+        check_same(all_streamed(leader.wait_ready()), undisturbed)
+        victim_of(other, WORKER, 1).kill()
+        leader.wait_for("at work again")
+        check_same(all_streamed(leader.wait_ready()), undisturbed)
+        leader.send(signal.SIGTERM)
+        assert leader.wait() == 0 and other.wait() == 0, [*leader.lines, *other.lines]
 
 
 @pytest.fixture

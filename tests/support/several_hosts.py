@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.support.server_process import ServerProcess
 
 MODULE = "srt.launch_server"
-NUM_PORTS = 1 + 3 * 2  # that two replicas take
+NUM_PORTS = 1 + 3 * 4  # that four replicas take
 NETWORK = "198.18.36"  # set aside for tests (RFC 2544)
 
 
