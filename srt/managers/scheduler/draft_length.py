@@ -14,6 +14,7 @@ MOST_STEPS: Final = 16
 COUNTED_ROWS: Final = 32  # rows of a trial, over all of its steps, if that is possible
 MANY_ROWS: Final = 32  # from this number on, drafts have to show first that they bring something
 MEMORY: Final = 0.95  # factor by which a step loses weight with each later one
+COUNTED_TIMES: Final = 15  # steps whose times count
 GAIN: Final = 1.02  # less is no reason to change
 GAIN_OF_FEWER: Final = 1.15  # likewise, for fewer drafts of few rows: these cost little, and times and luck vary much
 CLEAR_LOSS: Final = 0.8  # with less than this share a trial ends early
@@ -26,24 +27,34 @@ LOST_SHARE: Final = 0.005  # share of the time that trials may cost: the more on
 
 
 class _Rate:
-    """Tokens that a row gets in a µs, from decaying sums."""
+    """Tokens that a row gets in a µs: the mean of a step, with decaying weights, by the lower quartile of the latest steps' times.
+
+    On a busy machine steps are interrupted for several times as long as they take, long steps more often than short ones. A mean would
+    follow the few that wait longest; a median would compare long steps that wait with short ones that do not.
+    """
 
     def __init__(self) -> None:
-        self._weight = self._tokens = self._us = 0.0
+        self._weight = self._tokens = 0.0
+        self._times: list[int] = []
 
     def record(self, tokens: float, step_us: int) -> None:
         self._weight = MEMORY * self._weight + 1.0
         self._tokens = MEMORY * self._tokens + tokens
-        self._us = MEMORY * self._us + max(step_us, 1)
+        self._times.append(max(step_us, 1))
+        if len(self._times) > COUNTED_TIMES:
+            del self._times[0]
 
     @property
     def value(self) -> float:
-        return self._tokens / self._us if self._us else 0.0
+        return self._tokens / self._weight / self._step_us if self._times else 0.0
+
+    @property
+    def _step_us(self) -> int:
+        return sorted(self._times)[len(self._times) // 4]
 
     def lost_steps(self, tokens: float, us: float) -> float:
         """Return how many steps of this rate would have gone on in the time that was lost for these tokens."""
-        lost_us = us - tokens / self.value if self.value else 0.0
-        return max(0.0, lost_us * self._weight / self._us) if self._us else 0.0
+        return max(0.0, us - tokens / self.value) / self._step_us if self.value else 0.0
 
 
 class _Band:

@@ -22,9 +22,12 @@ def _h200(num_rows: int, row_tokens: int) -> float:
 class _Engine:
     """Plans steps with two in flight, each draft right with the same probability."""
 
-    def __init__(self, most: int, device: Device, share: float, noise: float = 0.0, seed: int = 1) -> None:
+    def __init__(
+        self, most: int, device: Device, share: float, noise: float = 0.0, seed: int = 1, interruptions: float = 0.0
+    ) -> None:
         self.length = DraftLength(most)
         self._device, self._share, self._noise = device, share, noise
+        self._interruptions = interruptions  # in a ms of work, each of 10 ms on average
         self._rng = random.Random(seed)
         self._in_flight: deque[tuple[int, int, int, int]] = deque()
         self.chosen: list[int] = []
@@ -42,12 +45,22 @@ class _Engine:
             num_ids = sum(self._ids(row_tokens) for _ in range(num_rows))
             factor = 1 + self._noise * self._rng.random()
             step_us = self._device(num_rows, row_tokens) * factor
+            step_us += self._waits_us(step_us)
             plain_us += self._device(num_rows, 1) * factor
             self._in_flight.append((num_rows, row_tokens, num_ids, int(step_us)))
             tokens, us = tokens + num_ids, us + step_us
             if len(self._in_flight) == 2:
                 self.length.record(*self._in_flight.popleft())
         return tokens / us / (num_steps * num_rows / plain_us)
+
+    def _waits_us(self, step_us: float) -> float:
+        waits_us, left_us = 0.0, step_us
+        while self._interruptions:
+            left_us -= 1e3 * self._rng.expovariate(self._interruptions)
+            if left_us < 0:
+                break
+            waits_us += self._rng.expovariate(1e-4)
+        return waits_us
 
     def _ids(self, row_tokens: int) -> int:
         count = 1
@@ -74,6 +87,21 @@ def test_few_rows_keep_good_drafts_where_times_vary() -> None:
     for seed in range(8):
         engine = _Engine(5, _h200, 0.9, noise=2.0, seed=seed)
         assert engine.run(1, 400) >= 0.85 * _mean(0.9, 5) * _h200(1, 1) / _h200(1, 5)
+
+
+def _cpu(num_rows: int, row_tokens: int) -> float:
+    """The shipped model on two cores."""
+    return 1000.0 + (300.0 + 180.0 * (row_tokens - 1) if row_tokens > 1 else 0.0)
+
+
+@pytest.mark.parametrize("interruptions", [0.02, 0.05])
+@pytest.mark.parametrize(("share", "chosen"), [(0.97, 5), (0.0, 1)])
+def test_interruptions_decide_nothing(share: float, chosen: int, interruptions: float) -> None:
+    """On a busy machine a step may wait for a core, the more often the longer it is, and for longer than it takes."""
+    for seed in range(20):
+        engine = _Engine(5, _cpu, share, interruptions=interruptions, seed=seed)
+        engine.run(1, 600)
+        assert engine.chosen.count(chosen) >= 0.9 * len(engine.chosen), seed
 
 
 def test_each_number_of_rows_has_a_choice_of_its_own() -> None:
