@@ -175,7 +175,7 @@ def large_runner(folder: Path, page_size: int, **options: Any) -> ModelRunner:
     return make_runner(folder, page_size, device=CUDA, load_format="dummy", dtype="bfloat16", **sizes, **options)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # norms of heads, and biases
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])  # norms of heads, biases, neither
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_small_model_gives_one_result(checkpoint: CheckpointFactory, page_size: int, dtype: str, family: str) -> None:

@@ -12,7 +12,14 @@ from srt.kernels.attention.invariant_attention import (
 )
 from srt.kernels.build.jit import block_dim, dot_dtype
 from srt.kernels.elementwise.invariant_sums import sum_add_norm_kernel, sum_prepare_qkv_kernel
-from srt.kernels.gemm.invariant_gemm import UNIT, ProductTiles, Splits, invariant_product_kernel, sum_parts_kernel
+from srt.kernels.gemm.invariant_gemm import (
+    PREFETCHED,
+    UNIT,
+    ProductTiles,
+    Splits,
+    invariant_product_kernel,
+    sum_parts_kernel,
+)
 from srt.kernels.sampling.row_logprobs import row_logprobs_kernel
 from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 
@@ -60,7 +67,8 @@ def _product(dtype: torch.dtype, num_rows: int, n: int, k: int, is_gated: bool =
             "BLOCK_R": tiles.rows,
             "BLOCK_K": tiles.depth,
             "BAND": 8,
-            "PDL": 1,
+            "PREFETCHED": PREFETCHED,
+            "PDL": 1 if num_rows <= 4 else 0,
         },
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True},
     )
@@ -172,6 +180,7 @@ def _merge(dtype: torch.dtype, head_dim: int) -> KernelBuild:
             **dict.fromkeys(("parts_ptr", "peaks_ptr"), "*fp32"),
             "out_ptr": f"*{TYPE_NAMES[dtype]}",
             "most_splits": "i32",
+            "scale_log2": "fp32",
             "out_token_stride": "i32",
         },
         constants={"HEAD_DIM": head_dim, "BLOCK_D": block_dim(head_dim), "SPLIT": SPLIT, "PDL": 1},

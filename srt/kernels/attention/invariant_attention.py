@@ -40,7 +40,7 @@ class InvariantTiles:
             return cls(16, 32, num_warps=4, num_stages=1)
         if head_dim > 128:
             return cls(64, 64, num_warps=4, num_stages=2)
-        return cls(128, 64, 8, 3) if pairs > 64 else cls(64, 64, 4, 3)
+        return cls(128, 64, 8, 5) if pairs > 64 else cls(64, 64, 4, 5)
 
     @classmethod
     def most_grouped(cls, dtype: torch.dtype) -> int:
@@ -50,13 +50,71 @@ class InvariantTiles:
 
 @jit
 def _merged(
-    peak: tl.tensor, total: tl.tensor, acc: tl.tensor, peak_2: tl.tensor, total_2: tl.tensor, acc_2: tl.tensor
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    peak_2: tl.tensor,
+    total_2: tl.tensor,
+    acc_2: tl.tensor,
+    scale_log2: float,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Merge the results of two neighbouring ranges of positions. The later one may have none that the token sees."""
     new_peak = tl.maximum(peak, peak_2)
-    shrink = tl.exp2(peak - new_peak)
-    shrink_2 = tl.exp2(peak_2 - new_peak)
+    shrink = tl.exp2((peak - new_peak) * scale_log2)
+    shrink_2 = tl.exp2((peak_2 - new_peak) * scale_log2)
     return new_peak, total * shrink + total_2 * shrink_2, acc * shrink[:, None] + acc_2 * shrink_2[:, None]
+
+
+@jit
+def _with_block(
+    peak: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    q: tl.tensor,
+    k_ptr: tl.tensor,  # of the KV head
+    v_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    block: tl.tensor,
+    end: tl.tensor,
+    query_positions: tl.tensor,
+    scale_log2: float,
+    k_location_stride: tl.tensor,
+    v_location_stride: tl.tensor,
+    IS_SEEN: tl.constexpr,  # all queries see all positions of the block
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of positions to the sums of a split. What is not masked gets the same bits with a mask."""
+    dims = tl.arange(0, BLOCK_D)
+    positions = block + tl.arange(0, BLOCK_N)
+    if IS_SEEN:
+        pages = tl.load(pages_ptr + positions // PAGE_SIZE).to(tl.int64)
+    else:
+        pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=positions < end, other=0).to(tl.int64)
+    locations = pages * PAGE_SIZE + positions % PAGE_SIZE
+    k_ptrs = k_ptr + locations[:, None] * k_location_stride + dims[None, :]
+    v_ptrs = v_ptr + locations[:, None] * v_location_stride + dims[None, :]
+    if IS_SEEN and HEAD_DIM == BLOCK_D:
+        k = tl.load(k_ptrs)
+        v = tl.load(v_ptrs)
+    else:
+        kv_mask = (positions < end)[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_ptrs, mask=kv_mask, other=0.0)
+        v = tl.load(v_ptrs, mask=kv_mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+    if not IS_SEEN:
+        visible = (positions < end)[None, :] & (positions[None, :] <= query_positions[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    origin = new_peak if IS_SEEN else tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: nothing seen yet
+    weights = tl.exp2(tl.fma(scores, scale_log2, -(origin * scale_log2)[:, None]))
+    shrink = tl.exp2((peak - origin) * scale_log2)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
 
 
 @kernel(
@@ -137,42 +195,64 @@ def invariant_attention_kernel(
     query_positions = prefix_len + tokens
     end = prefix_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, extend_len - 1) + 1
 
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    seen = (
+        (prefix_len + tile * BLOCK_M // GROUP + 1) // BLOCK_N * BLOCK_N
+    )  # all queries see the blocks before this position
+
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(first_split, tl.cdiv(end, SPLIT), step):
+    if PARTED:
+        for split in range(first_split, tl.cdiv(end, SPLIT), step):
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            first = split * SPLIT
+            middle = tl.minimum(first + SPLIT, seen)
+            for block in range(first, middle, BLOCK_N):
+                peak, total, acc = _with_block(
+                    peak, total, acc, q, k_ptr, v_ptr, pages_ptr, block, end, query_positions, scale_log2,
+                    k_location_stride, v_location_stride, True, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+                )  # fmt: skip
+            for block in range(tl.maximum(first, middle), tl.minimum(first + SPLIT, end), BLOCK_N):
+                peak, total, acc = _with_block(
+                    peak, total, acc, q, k_ptr, v_ptr, pages_ptr, block, end, query_positions, scale_log2,
+                    k_location_stride, v_location_stride, False, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+                )  # fmt: skip
+            place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * most_splits + split
+            tl.store(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+            tl.store(peaks_ptr + place * 2, peak, mask=is_pair)
+            tl.store(peaks_ptr + place * 2 + 1, total, mask=is_pair)
+        let_next_start_late(PDL)
+    else:
+        # One loop over all splits: a loop for each would wait for the first loads of each.
         split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         split_total = tl.zeros([BLOCK_M], tl.float32)
         split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for block in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, end), BLOCK_N):
-            positions = block + tl.arange(0, BLOCK_N)
-            live = positions < end
-            pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-            locations = pages * PAGE_SIZE + positions % PAGE_SIZE
-            kv_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-            kv_offsets = kv_head * HEAD_DIM + dims[None, :]
-            k = tl.load(k_ptr + locations[:, None] * k_location_stride + kv_offsets, mask=kv_mask, other=0.0)
-            v = tl.load(v_ptr + locations[:, None] * v_location_stride + kv_offsets, mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee") * scale_log2
-            visible = live[None, :] & (positions[None, :] <= query_positions[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            new_peak = tl.maximum(split_peak, tl.max(scores, 1))
-            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: the query sees no position of the split
-            weights = tl.exp2(scores - origin[:, None])
-            shrink = tl.exp2(split_peak - origin)
-            split_total = split_total * shrink + tl.sum(weights, 1)
-            split_acc = split_acc * shrink[:, None]
-            split_acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), split_acc, input_precision="ieee")
-            split_peak = new_peak
-        if PARTED:
-            place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * most_splits + split
-            tl.store(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], split_acc, mask=mask)
-            tl.store(peaks_ptr + place * 2, split_peak, mask=is_pair)
-            tl.store(peaks_ptr + place * 2 + 1, split_total, mask=is_pair)
-        else:
-            peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc)
-    let_next_start_late(PDL)
-    if not PARTED:
+        for block in range(0, seen, BLOCK_N):
+            split_peak, split_total, split_acc = _with_block(
+                split_peak, split_total, split_acc, q, k_ptr, v_ptr, pages_ptr, block, end, query_positions, scale_log2,
+                k_location_stride, v_location_stride, True, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+            if ((block + BLOCK_N) % SPLIT == 0) & (block + BLOCK_N < end):
+                peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc, scale_log2)
+                split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                split_total = tl.zeros([BLOCK_M], tl.float32)
+                split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for block in range(seen, end, BLOCK_N):
+            split_peak, split_total, split_acc = _with_block(
+                split_peak, split_total, split_acc, q, k_ptr, v_ptr, pages_ptr, block, end, query_positions, scale_log2,
+                k_location_stride, v_location_stride, False, HEAD_DIM, PAGE_SIZE, DOT_DTYPE, BLOCK_D, BLOCK_N,
+            )  # fmt: skip
+            if ((block + BLOCK_N) % SPLIT == 0) & (block + BLOCK_N < end):
+                peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc, scale_log2)
+                split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                split_total = tl.zeros([BLOCK_M], tl.float32)
+                split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        let_next_start_late(PDL)
+        peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc, scale_log2)
         out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
         tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -184,6 +264,7 @@ def merge_splits_kernel(
     peaks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     most_splits: tl.tensor,
+    scale_log2: float,
     out_token_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -206,7 +287,7 @@ def merge_splits_kernel(
         place = first + split + ones
         part = tl.load(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
         peak, total, acc = _merged(
-            peak, total, acc, tl.load(peaks_ptr + place * 2), tl.load(peaks_ptr + place * 2 + 1), part
+            peak, total, acc, tl.load(peaks_ptr + place * 2), tl.load(peaks_ptr + place * 2 + 1), part, scale_log2
         )
     offsets = row * out_token_stride + head * HEAD_DIM + dims[None, :] + ones[:, None]
     tl.store(out_ptr + offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -267,7 +348,7 @@ def attend_decodes(
     peaks = torch.empty((*sizes, 2), dtype=torch.float32, device=q.device)
     _launch((num_programs, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, (parts, peaks), most_splits, pdl)
     merge_splits_kernel[(num_heads, num_rows)](
-        lens, parts, peaks, out, most_splits, out.stride(0),
+        lens, parts, peaks, out, most_splits, scale * math.log2(math.e), out.stride(0),
         HEAD_DIM=head_dim, BLOCK_D=block_dim(head_dim), SPLIT=SPLIT, num_warps=1, enable_fp_fusion=False,
         **pdl_options(pdl),
     )  # fmt: skip

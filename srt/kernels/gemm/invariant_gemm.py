@@ -16,13 +16,23 @@ import triton
 import triton.language as tl
 
 from srt.kernels.build.jit import dot_dtype, kernel
-from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_for, pdl_options, wait_for_inputs
+from srt.kernels.build.pdl import (
+    EARLY,
+    let_next_start,
+    let_next_start_late,
+    pdl_for,
+    pdl_options,
+    prefetch,
+    wait_for_inputs,
+)
 
 _FEWEST_TILES: Final = 160  # tiles of 64 weights and splits together: enough for every multiprocessor of an H200
 _LEAST_SPLIT: Final = 512  # shortest split of a sum
 _MOST_PARTED_ROWS: Final = 256  # with more rows, one program adds all splits of its tile
 _SUM_BLOCK: Final = 1024
 UNIT: Final = 128  # splits begin at its multiples
+PREFETCHED: Final = 512  # elements of each row of weights that a program requests while the previous kernel runs
+LINE = tl.constexpr(64)  # elements of a cache line
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ def invariant_product_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BAND: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (tile, split) computes a tile. Neighbours share rows within a band of BAND tiles of weights."""
@@ -110,26 +121,32 @@ def invariant_product_kernel(
     x_rows = x_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * row_stride
     weight_rows = weight_ptr + weights_at.to(tl.int64)[:, None] * row_stride
     depths = tl.arange(0, BLOCK_K)
+    first = tl.program_id(1) * split_units * UNIT if PARTED else 0
+    end = tl.minimum(first + split_units * UNIT, row_stride) if PARTED else row_stride
+    if PDL == EARLY and PREFETCHED > 0:
+        lines = first + tl.arange(0, PREFETCHED // LINE) * LINE
+        prefetch(weight_rows + tl.minimum(lines, row_stride - 1)[None, :])
     wait_for_inputs(PDL)
 
+    # One loop over all splits: a loop for each would wait for the first loads of each.
+    ADDS: tl.constexpr = SPLITS > 1 and not PARTED
     total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    first = tl.program_id(1) if PARTED else 0
-    for split in range(first, first + 1 if PARTED else SPLITS):
-        acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-        end = tl.minimum((split + 1) * split_units * UNIT, row_stride)
-        for start in range(split * split_units * UNIT, end, BLOCK_K):
-            if EVEN:
-                weights = tl.load(weight_rows + (start + depths)[None, :])
-                x = tl.load(x_rows + (start + depths)[None, :])
-            else:
-                is_depth = (start + depths < row_stride)[None, :]
-                weights = tl.load(weight_rows + (start + depths)[None, :], mask=is_depth, other=0.0)
-                x = tl.load(x_rows + (start + depths)[None, :], mask=is_depth, other=0.0)
-            acc = tl.dot(weights.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
-        if SPLITS == 1:
-            total = acc
+    acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    for start in range(first, end, BLOCK_K):
+        if EVEN:
+            weights = tl.load(weight_rows + (start + depths)[None, :])
+            x = tl.load(x_rows + (start + depths)[None, :])
         else:
-            total += acc
+            is_depth = (start + depths < row_stride)[None, :]
+            weights = tl.load(weight_rows + (start + depths)[None, :], mask=is_depth, other=0.0)
+            x = tl.load(x_rows + (start + depths)[None, :], mask=is_depth, other=0.0)
+        acc = tl.dot(weights.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
+        if ADDS:
+            if ((start + BLOCK_K) % (split_units * UNIT) == 0) | (start + BLOCK_K >= end):
+                total += acc
+                acc = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    if not ADDS:
+        total = acc
     let_next_start_late(PDL)
 
     if IS_GATED:
@@ -255,6 +272,6 @@ def _launch(
         num_rows, k, n, splits.units,
         SPLITS=splits.num, UNIT=UNIT, PARTED=num_parts > 1, IS_RAW=parts is not None, IS_GATED=is_gated,
         HAS_BIAS=bias is not None, EVEN=k % tiles.depth == 0, DOT_DTYPE=dot_dtype(x.dtype),
-        BLOCK_N=tiles.weights, BLOCK_R=tiles.rows, BLOCK_K=tiles.depth, BAND=8,
+        BLOCK_N=tiles.weights, BLOCK_R=tiles.rows, BLOCK_K=tiles.depth, BAND=8, PREFETCHED=PREFETCHED,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl_options(pdl_of(x)),
     )  # fmt: skip
