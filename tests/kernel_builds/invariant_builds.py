@@ -8,7 +8,6 @@ from srt.kernels.attention.invariant_attention import (
     SPLIT,
     InvariantTiles,
     invariant_attention_kernel,
-    merge_splits_kernel,
 )
 from srt.kernels.build.jit import block_dim, dot_dtype
 from srt.kernels.elementwise.invariant_sums import sum_add_norm_kernel, sum_prepare_qkv_kernel
@@ -33,7 +32,7 @@ def invariant_builds() -> list[KernelBuild]:
     builds = [_logprobs(), _sum_parts(bf16), _sum_add_norm(bf16), _sum_prepare_qkv(bf16), _product(fp32, 64, *SIZES)]
     builds += [_product(bf16, rows, *SIZES) for rows in (1, 32, 128, 512)]
     builds += [_product(bf16, rows, 24576, 4096, is_gated=True) for rows in (1, 64, 512)]
-    builds += [_merge(bf16, 128), _attention(fp32, 128, 4, decodes=True, parted=False)]
+    builds += [_attention(fp32, 128, 4, decodes=True, parted=False)]
     for head_dim in (64, 128, 256):
         builds += [
             _attention(bf16, head_dim, 4, decodes=True, parted=True),
@@ -145,7 +144,7 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, *, decodes: bool, 
             **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{name}"),
             **dict.fromkeys(("slots_ptr", "lens_ptr", "prefix_lens_ptr", "start_locs_ptr"), "*i64"),
             **dict.fromkeys(("parts_ptr", "peaks_ptr"), "*fp32"),
-            "page_table_ptr": "*i32",
+            **dict.fromkeys(("page_table_ptr", "arrivals_ptr"), "*i32"),
             "most_splits": "i32",
             "scale_log2": "fp32",
             "q_token_stride": "i32",
@@ -168,21 +167,4 @@ def _attention(dtype: torch.dtype, head_dim: int, group: int, *, decodes: bool, 
             "PDL": 1,
         },
         options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **_UNFUSED},
-    )
-
-
-def _merge(dtype: torch.dtype, head_dim: int) -> KernelBuild:
-    return KernelBuild(
-        name=f"merge_splits[{TYPE_NAMES[dtype]}]",
-        kernel=merge_splits_kernel,
-        types={
-            "lens_ptr": "*i64",
-            **dict.fromkeys(("parts_ptr", "peaks_ptr"), "*fp32"),
-            "out_ptr": f"*{TYPE_NAMES[dtype]}",
-            "most_splits": "i32",
-            "scale_log2": "fp32",
-            "out_token_stride": "i32",
-        },
-        constants={"HEAD_DIM": head_dim, "BLOCK_D": block_dim(head_dim), "SPLIT": SPLIT, "PDL": 1},
-        options={"num_warps": 1, **_UNFUSED},
     )

@@ -2,7 +2,7 @@
 
 The positions that a token sees are cut into splits at fixed places. A split is computed from its first position on, in blocks, and the
 splits are merged in order. A prompt's token and a decode do the same arithmetic with the same instructions: a tile of a decode is padded
-to the 64 rows that Hopper's instruction has. Programs may compute a split each, which `merge_splits_kernel` merges, or all of them.
+to the 64 rows that Hopper's instruction has. Programs may compute a split each, which the last of them to finish merges, or all of them.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def _with_block(
         "start_locs_ptr",
         "parts_ptr",
         "peaks_ptr",
+        "arrivals_ptr",
         "most_splits",
     )
 )
@@ -140,6 +141,7 @@ def invariant_attention_kernel(
     out_ptr: tl.tensor,
     parts_ptr: tl.tensor,  # [rows, heads, most_splits, HEAD_DIM] float32
     peaks_ptr: tl.tensor,  # [rows, heads, most_splits, 2] float32: largest score, sum of weights
+    arrivals_ptr: tl.tensor,  # [rows, KV heads] int32: programs that have stored their splits; 0 before and after
     most_splits: tl.tensor,
     scale_log2: float,  # softmax scale times log2(e), so that weights are powers of two
     q_token_stride: tl.tensor,
@@ -174,6 +176,8 @@ def invariant_attention_kernel(
         tile = 0
         first_split = tl.program_id(0)
         step = tl.num_programs(0)
+        if PARTED and first_split > prefix_len // SPLIT:
+            return
     else:
         extend_len = tl.load(lens_ptr + row).to(tl.int32)
         prefix_len = tl.load(prefix_lens_ptr + row).to(tl.int32)
@@ -226,6 +230,22 @@ def invariant_attention_kernel(
             tl.store(peaks_ptr + place * 2, peak, mask=is_pair)
             tl.store(peaks_ptr + place * 2 + 1, total, mask=is_pair)
         let_next_start_late(PDL)
+        arrivals = arrivals_ptr + row * tl.num_programs(1) + kv_head
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(arrivals, 1) < tl.minimum(step, tl.cdiv(end, SPLIT)) - 1:
+            return
+        tl.store(arrivals, 0)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for split in range(tl.cdiv(end, SPLIT)):
+            # Past the first-level cache, which does not see what other multiprocessors store.
+            place = (row.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * most_splits + split
+            part_ptrs = parts_ptr + place[:, None] * HEAD_DIM + dims[None, :]
+            split_acc = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+            split_peak = tl.load(peaks_ptr + place * 2, mask=is_pair, other=0.0, cache_modifier=".cg")
+            split_total = tl.load(peaks_ptr + place * 2 + 1, mask=is_pair, other=1.0, cache_modifier=".cg")
+            peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc, scale_log2)
     else:
         # One loop over all splits: a loop for each would wait for the first loads of each.
         split_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -253,44 +273,8 @@ def invariant_attention_kernel(
                 split_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         let_next_start_late(PDL)
         peak, total, acc = _merged(peak, total, acc, split_peak, split_total, split_acc, scale_log2)
-        out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
-        tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel(one_variant_for=("lens_ptr", "parts_ptr", "peaks_ptr", "most_splits"))
-def merge_splits_kernel(
-    lens_ptr: tl.tensor,
-    parts_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    most_splits: tl.tensor,
-    scale_log2: float,
-    out_token_stride: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Program (head, row) merges the splits of one head in order."""
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    ones = tl.arange(0, 1)
-    dims = tl.arange(0, BLOCK_D)
-    inside = (dims < HEAD_DIM)[None, :]
-    first = (row * tl.num_programs(0) + head) * most_splits
-    peak = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for split in range(tl.cdiv(tl.load(lens_ptr + row).to(tl.int32), SPLIT)):
-        place = first + split + ones
-        part = tl.load(parts_ptr + place[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
-        peak, total, acc = _merged(
-            peak, total, acc, tl.load(peaks_ptr + place * 2), tl.load(peaks_ptr + place * 2 + 1), part, scale_log2
-        )
-    offsets = row * out_token_stride + head * HEAD_DIM + dims[None, :] + ones[:, None]
-    tl.store(out_ptr + offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    out_offsets = (start + tokens)[:, None] * out_token_stride + head_offsets
+    tl.store(out_ptr + out_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def attend_chunks(
@@ -327,8 +311,12 @@ def attend_decodes(
     out: torch.Tensor,
     pdl: int = 0,
     num_programs: int | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> None:
-    """Attend with one query for each row, the last of its `lens` positions. `num_programs` replaces the choice of programs for a head."""
+    """Attend with one query for each row, the last of its `lens` positions. `num_programs` replaces the choice of programs for a head.
+
+    `arrivals` has `most_arrivals` zeros, as they are again afterwards; without it each call creates some.
+    """
     num_rows, num_heads, head_dim = q.shape
     group = check_queries(q, out, kv)
     tiles = InvariantTiles.choose(q.dtype, head_dim, group)
@@ -340,18 +328,22 @@ def attend_decodes(
     if num_programs is None:
         wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_rows * kv.num_kv_heads)
         num_programs = min(wanted, most_splits) if 4 * math.prod(sizes) * (head_dim + 2) <= _MOST_PARTS_BYTES else 1
-    rows = slots, lens, lens, lens
-    if num_programs == 1:
-        _launch((1, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, None, most_splits, pdl)
-        return
-    parts = torch.empty((*sizes, head_dim), dtype=torch.float32, device=q.device)
-    peaks = torch.empty((*sizes, 2), dtype=torch.float32, device=q.device)
-    _launch((num_programs, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, (parts, peaks), most_splits, pdl)
-    merge_splits_kernel[(num_heads, num_rows)](
-        lens, parts, peaks, out, most_splits, scale * math.log2(math.e), out.stride(0),
-        HEAD_DIM=head_dim, BLOCK_D=block_dim(head_dim), SPLIT=SPLIT, num_warps=1, enable_fp_fusion=False,
-        **pdl_options(pdl),
-    )  # fmt: skip
+    rows, parts = (slots, lens, lens, lens), None
+    if num_programs > 1:
+        if arrivals is None:
+            arrivals = torch.zeros(num_rows * kv.num_kv_heads, dtype=torch.int32, device=q.device)
+        assert len(arrivals) >= num_rows * kv.num_kv_heads, (len(arrivals), num_rows, kv.num_kv_heads)
+        parts = (
+            torch.empty((*sizes, head_dim), dtype=torch.float32, device=q.device),
+            torch.empty((*sizes, 2), dtype=torch.float32, device=q.device),
+            arrivals,
+        )
+    _launch((num_programs, kv.num_kv_heads, num_rows), q, kv, rows, scale, out, tiles, parts, most_splits, pdl)
+
+
+def most_arrivals(num_processors: int) -> int:
+    """Return how many rows times KV heads decodes may have whose splits are computed by several programs."""
+    return _PROGRAMS_PER_PROCESSOR * num_processors
 
 
 def _launch(
@@ -362,7 +354,7 @@ def _launch(
     scale: float,
     out: torch.Tensor,
     tiles: InvariantTiles,
-    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     most_splits: int,
     pdl: int,
 ) -> None:
@@ -371,7 +363,7 @@ def _launch(
     slots, lens, prefix_lens, start_locs = rows
     invariant_attention_kernel[grid](
         q, kv.k_buffer, kv.v_buffer, kv.page_table, slots, lens, prefix_lens, start_locs, out,
-        *((out, out) if parts is None else parts), most_splits, scale * math.log2(math.e),
+        *((out, out, slots) if parts is None else parts), most_splits, scale * math.log2(math.e),
         q.stride(0), out.stride(0), kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
         IS_DECODE=prefix_lens is lens, PARTED=parts is not None, GROUP=num_heads // kv.num_kv_heads, HEAD_DIM=head_dim,
         PAGE_SIZE=kv.page_size, DOT_DTYPE=dot_dtype(q.dtype), BLOCK_M=tiles.pairs, BLOCK_D=block_dim(head_dim),

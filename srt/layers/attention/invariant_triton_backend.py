@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from srt.kernels.attention.invariant_attention import InvariantTiles, attend_chunks, attend_decodes
+from srt.kernels.attention.invariant_attention import InvariantTiles, attend_chunks, attend_decodes, most_arrivals
 from srt.kernels.attention.paged_kv import PagedKV
 from srt.kernels.attention.write_kv import write_kv
 from srt.kernels.build.triton_support import require_triton
@@ -36,6 +36,7 @@ class InvariantTritonBackend(AttentionBackend):
         self._num_processors = _INTERPRETER_PROCESSORS
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._arrivals = torch.zeros(most_arrivals(self._num_processors), dtype=torch.int32, device=device)
         self._max_extend_len = 0
         self._max_context = 0
 
@@ -50,7 +51,7 @@ class InvariantTritonBackend(AttentionBackend):
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        """Graphs share no memory."""
+        """Graphs share the counts of programs, which are zero between launches."""
 
     def init_forward_metadata_capture_cuda_graph(self, batch: ForwardBatch) -> None:
         self.plan_decode(batch)
@@ -87,6 +88,7 @@ class InvariantTritonBackend(AttentionBackend):
             layer.scale,
             out,
             pdl_of(q),
+            arrivals=self._arrivals,
         )
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
