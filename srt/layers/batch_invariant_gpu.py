@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from srt.kernels.build.hopper import runs_on
 from srt.kernels.elementwise.invariant_sums import sum_add_norm, sum_prepare_qkv
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul
+from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.invariant_gemm import (
     can_be_gated,
     gated_product,
@@ -40,7 +42,14 @@ class GpuRowLogprobs:
 
 
 class BatchInvariantGpuOps(LayerOps):
-    """The operations of layers with plain weights. None of them chooses another order of sums by the number of rows."""
+    """The operations of layers with plain weights. None of them chooses another order of sums by the number of rows.
+
+    `gated_gemm` multiplies gates and ups of many rows: it adds up in the order of `gated_product`, and is faster.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, pdl_of(x))
@@ -71,7 +80,10 @@ class BatchInvariantGpuOps(LayerOps):
         if is_gelu or affine.bias is not None or not can_be_gated(matrix):
             return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
         normed, hidden = self.norm_stream(stream, norm)
-        return gated_product(normed, matrix), hidden
+        tiles = None if self._gated_gemm is None else self._gated_gemm.tiles(normed, matrix)
+        if self._gated_gemm is None or tiles is None:
+            return gated_product(normed, matrix), hidden
+        return self._gated_gemm.multiply(normed, matrix, tiles), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         if next_norm is None:

@@ -100,7 +100,7 @@ def batch_invariant_ops(device: torch.device) -> LayerOps:
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.layers.batch_invariant_gpu import BatchInvariantGpuOps
 
-    return BatchInvariantGpuOps()
+    return BatchInvariantGpuOps(device)
 
 
 def batch_invariant_logits_processor(

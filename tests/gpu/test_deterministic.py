@@ -16,6 +16,7 @@ from srt.kernels.attention import invariant_attention
 from srt.kernels.attention.invariant_attention import attend_chunks, attend_decodes
 from srt.kernels.attention.paged_kv import PagedKV
 from srt.kernels.elementwise.invariant_sums import sum_add_norm
+from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.invariant_gemm import gated_product, invariant_parts, invariant_product, pdl_of
 from srt.kernels.sampling.row_logprobs import row_logprobs
 from srt.layers.batch_invariant_gpu import BatchInvariantGpuOps
@@ -66,6 +67,20 @@ def test_a_gated_row_is_the_same_beside_any_number_of_others(dtype: torch.dtype,
     error = (whole[:64].double() - expected).abs().max() / expected.abs().max()
     assert error < (4e-3 if dtype is torch.bfloat16 else 1e-5)
     assert differing(lambda rows: gated_product(x[rows], weight), whole) == []
+
+
+@pytest.mark.parametrize(("n", "k"), [(24576, 4096), (34816, 5120), (28672, 4096)])
+def test_gates_of_many_rows_have_the_same_bits_from_another_kernel(n: int, k: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(COUNTS[-1], k, device=CUDA).bfloat16()
+    weight = torch.randn(n, k, device=CUDA).mul(2 * k**-0.5).bfloat16()
+    gemm, compared = GatedGemm(CUDA), 0
+    for count in (65, 96, 128, 200, 256, 512, COUNTS[-1]):
+        tiles = gemm.tiles(x[:count], weight)
+        if tiles is not None:
+            assert torch.equal(gemm.multiply(x[:count], weight, tiles), gated_product(x[:count], weight)), count
+            compared += 1
+    assert compared > 3
 
 
 @pytest.mark.parametrize("size", [64, 1024, 4096])
