@@ -37,7 +37,7 @@ pytestmark = [
     ),
 ]
 CUDA = torch.device("cuda", 0)
-REAL_CONFIG = Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-0.6b.json"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 COUNTS = (1, 2, 3, 8, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257, 512, 1000)
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 3072), (4096, 1024), (96, 64), (509, 96)]
 VOCABULARY = 509
@@ -182,9 +182,9 @@ def small_runner(checkpoint: CheckpointFactory, page_size: int, family: str = "q
     return make_runner(folder, page_size, device=CUDA, **sizes, **options)
 
 
-def large_runner(folder: Path, page_size: int, **options: Any) -> ModelRunner:
-    """Layers of the size of a 0.6B model's, with random weights."""
-    config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 32000}
+def large_runner(folder: Path, page_size: int, shape: str = "qwen3-0.6b", **options: Any) -> ModelRunner:
+    """Four layers of the size of a real model's, with random weights."""
+    config = {**json.loads((CONFIGS / f"{shape}.json").read_text()), "num_hidden_layers": 4, "vocab_size": 32000}
     (folder / "config.json").write_text(json.dumps(config))
     sizes: dict[str, Any] = {"max_total_tokens": 1 << 18, "max_running_requests": 256}
     return make_runner(folder, page_size, device=CUDA, load_format="dummy", dtype="bfloat16", **sizes, **options)
@@ -198,9 +198,9 @@ def test_a_small_model_gives_one_result(checkpoint: CheckpointFactory, page_size
     assert small_trials(runner, page_size, 240) == 1
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_large_model_gives_one_result(tmp_path: Path, page_size: int) -> None:
-    runner = large_runner(tmp_path, page_size, enable_deterministic_inference=True)
+@pytest.mark.parametrize(("shape", "page_size"), [("qwen3-0.6b", 1), ("qwen3-0.6b", 16), ("llama-3.1-8b", 16)])
+def test_a_large_model_gives_one_result(tmp_path: Path, shape: str, page_size: int) -> None:
+    runner = large_runner(tmp_path, page_size, shape, enable_deterministic_inference=True)
     assert large_trials(runner, page_size, 300) == 1
 
 
