@@ -292,11 +292,6 @@ def check_deterministic_on_gpu(args: ServerArgs, config: ModelConfig) -> None:
     if args.tp_size > 1:
         raise StartError(f"{OPTION} works with --tp 1 only on a GPU: leave --tp out, or serve with --device cpu.")
     first = config.layers[0].self_attention
-    if first.norms != "head" or first.qkv_bias or first.o_bias:  # so are the layers for which it was shown
-        raise StartError(
-            f"{OPTION} serves the Qwen3 family only on a GPU, not {config.architecture}: leave it out, or serve with"
-            " --device cpu."
-        )
     if any(layer.self_attention.window is not None for layer in config.layers):
         raise StartError(
             f"{OPTION} does not serve models with sliding windows on a GPU: leave it out, or serve with --device cpu."
