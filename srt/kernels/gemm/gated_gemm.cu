@@ -1,5 +1,5 @@
-// silu(gates) * ups, where gates and ups are the halves of x Wᵀ, for many rows of x: multiplying takes most of the time. See
-// gated_gemm.py, which defines the constants in capitals.
+// silu(gates) * ups, where gates and ups are the halves of x Wᵀ, or x Wᵀ itself unless GATED, for many rows of x: multiplying takes most
+// of the time. See gated_gemm.py, which defines the constants in capitals.
 //
 // A tile of the result is ROWS by WIDTH. As many programs as fit on the device process one tile after the other. In each, one thread
 // loads blocks of 64 columns of both operands into a ring of STAGES; each other warpgroup multiplies HEIGHT times 64 rows of x. The
@@ -7,7 +7,7 @@
 
 constexpr int ROWS = 64 * WARPGROUPS * HEIGHT;
 constexpr int X_BYTES = ROWS * LINE;
-constexpr int W_ROWS = 2 * WIDTH;
+constexpr int W_ROWS = GATED ? 2 * WIDTH : WIDTH;
 constexpr int STAGE_BYTES = X_BYTES + W_ROWS * LINE;
 constexpr int MULTIPLYING = 128 * WARPGROUPS;  // threads
 constexpr int SCALING = 96;                    // threads of the last warpgroup, except those of the loading warp
@@ -62,10 +62,11 @@ __device__ __forceinline__ void turn(u32 (&values)[4], int i) {
 }
 
 // `width` is the number of columns of the result. If SCALED, x was multiplied by a norm's weight only, and `x_squares` holds the sums of
-// squares for `find_scales`. Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
+// squares for `find_scales`. If PARTED, the sums of each `split_blocks` blocks begin at zero and are added to a total. Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares,
-              const float* x_scales, const float* w_scales, u16* out, int num_rows, int width, int num_blocks, int x_parts, float eps) {
+              const float* x_scales, const float* w_scales, u16* out, int num_rows, int width, int num_blocks, int split_blocks,
+              int x_parts, float eps) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? MOST_SCALED : 1];
@@ -106,21 +107,24 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       const u64 policy = CLUSTER == 1 ? reading_once() : reading_again();  // with clusters, many row tiles read the same weights
       // Weights are constant, so the first loads start before the previous kernels have ended.
       const int early = CLUSTER == 1 ? min(STAGES, num_blocks) : 0;
+      auto load_rows_of_w = [&](u32 to, int block, int first, u32 barrier) {
+        if (GATED) load_weights(to, &w_map, block * BLOCK_K, first / 8, barrier, policy);
+        if (!GATED) load_block(to, &w_map, block * BLOCK_K, first, barrier, policy);
+      };
       for (int block = 0; block < early; block++) {
         expect_bytes(full + 8 * block, STAGE_BYTES);
-        load_weights(stages + block * STAGE_BYTES + X_BYTES, &w_map, block * BLOCK_K, column_of(first_item) / 8, full + 8 * block,
-                     policy);
+        load_rows_of_w(stages + block * STAGE_BYTES + X_BYTES, block, column_of(first_item), full + 8 * block);
       }
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       asm volatile("griddepcontrol.wait;" ::: "memory");
       for (int item = first_item; item < num_items; item += num_clusters) {
-        const int row = row_of(item) + rank * (ROWS / CLUSTER), group = column_of(item) / 8;
+        const int row = row_of(item) + rank * (ROWS / CLUSTER), column = column_of(item);
         for (int block = 0; block < num_blocks; block++, advance()) {
           const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
           if (item != first_item || block >= early) {
             wait_for(empty + 8 * stage, parity ^ 1);
             expect_bytes(barrier, STAGE_BYTES);
-            load_weights(to + X_BYTES, &w_map, block * BLOCK_K, group, barrier, policy);
+            load_rows_of_w(to + X_BYTES, block, column, barrier);
           }
           const u32 share = to + rank * (X_BYTES / CLUSTER);
           if (CLUSTER > 1) load_for_all(share, &x_map, block * BLOCK_K, row, barrier);
@@ -141,9 +145,21 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       if (threadIdx.x % 128 < CLUSTER) arrive_at(empty + 8 * used, threadIdx.x % 128);
     };
     for (int item = first_item; item < num_items; item += num_clusters) {
-      float sums[HEIGHT][W_ROWS / 2];
-      int before = 0;
+      float sums[HEIGHT][W_ROWS / 2], totals[PARTED ? HEIGHT : 1][PARTED ? W_ROWS / 2 : 1] = {};
+      auto finish_sums = [&] {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int h = 0; h < HEIGHT; h++) {
+#pragma unroll
+          for (int i = 0; i < W_ROWS / 2; i++) {
+            asm volatile("" : "+f"(sums[h][i])::"memory");  // keeps the compiler from reading earlier
+            if (PARTED) totals[PARTED ? h : 0][PARTED ? i : 0] += sums[h][i];
+          }
+        }
+      };
+      int before = 0, of_split = 0;
       for (int block = 0; block < num_blocks; block++) {
+        if (PARTED && of_split == split_blocks) finish_sums(), of_split = 0;
         const u32 x = stages + stage * STAGE_BYTES + warpgroup * HEIGHT * 64 * LINE;
         const u32 w = stages + stage * STAGE_BYTES + X_BYTES;
         wait_for(full + 8 * stage, parity);
@@ -154,24 +170,19 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           for (int h = 0; h < HEIGHT; h++) {
             const u64 rows = operand(x + h * 64 * LINE) + 2 * k, columns = operand(w) + 2 * k;
             if (ROUNDED) {
-              multiply_e4m3(sums[h], rows, columns, block + k != 0);
+              multiply_e4m3(sums[h], rows, columns, of_split + k != 0);
             } else {
-              multiply(sums[h], rows, columns, block + k != 0);
+              multiply(sums[h], rows, columns, of_split + k != 0);
             }
           }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (block > 0) release(before);
-        before = stage;
+        before = stage, of_split++;
         advance();
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-      for (int h = 0; h < HEIGHT; h++) {
-#pragma unroll
-        for (int i = 0; i < W_ROWS / 2; i++) asm volatile("" : "+f"(sums[h][i])::"memory");  // keeps the compiler from reading earlier
-      }
+      finish_sums();
       release(before);
 
       if (SCALED && item == first_item) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
@@ -187,6 +198,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           if (row + 8 * lower < num_rows) factors[lower] *= *(const volatile float*)(x_scales + row + 8 * lower);
         }
         auto pair = [&](int group, int lower) {
+          if (!GATED) {
+            const float* both = (PARTED ? totals[PARTED ? h : 0] : sums[h]) + 4 * group + 2 * lower;
+            return pair_of(both[0] * factors[lower], both[1] * factors[lower]);
+          }
           const float *gates = sums[h] + 8 * group + 2 * lower, *ups = gates + 4, factor = factors[lower];
           if (ROUNDED) {
             const int first = min(column + 8 * group, width - 8) + 2 * quarter;

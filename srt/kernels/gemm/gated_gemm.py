@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -51,14 +51,20 @@ class GatedTiles:
     stages: int = 1
     is_rounded: bool = False  # both operands have e4m3 numbers, two in the place of one of bfloat16
     is_scaled: bool = False  # x was multiplied by a norm's weight, and the factors of its rows are still to be applied
+    is_gated: bool = True  # otherwise the result is the product itself
+    is_parted: bool = False  # the inner dimension is cut into splits, whose sums are added; takes twice the registers
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups * self.height
 
     @property
+    def w_rows(self) -> int:
+        return self.width * (2 if self.is_gated else 1)
+
+    @property
     def stage_bytes(self) -> int:
-        return 2 * BLOCK_K * (self.rows + 2 * self.width)
+        return 2 * BLOCK_K * (self.rows + self.w_rows)
 
     @property
     def shared_bytes(self) -> int:
@@ -74,7 +80,7 @@ class GatedTiles:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, 2 * self.width)
+        return source_of(_SOURCE, self.w_rows)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -87,6 +93,8 @@ class GatedTiles:
             "BAND": 8,
             "SCALED": int(self.is_scaled),
             "ROUNDED": int(self.is_rounded),
+            "GATED": int(self.is_gated),
+            "PARTED": int(self.is_parted),
             "MOST_SCALED": _MOST_FITTED_ROWS,
         }
 
@@ -100,10 +108,10 @@ class GatedTiles:
             done = tiles._waves(num_rows, n, num_processors) * num_processors * tiles.rows * tiles.width
             return tiles if num_rows * n >= _LEAST_USE * done else None
         enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
-        best = min(enough, key=lambda one: one._waves(num_rows, n, num_processors) * one._cost, default=None)
+        best = min(enough, key=lambda one: one.cost_of(num_rows, n, num_processors), default=None)
         if best is None or (best.rows < num_rows and best._waves(num_rows, n, num_processors) > 1):
             return None  # weights would be read twice, at different times
-        return best._with_stages()
+        return best.with_stages()
 
     @classmethod
     def _all(cls) -> Iterator[GatedTiles]:
@@ -114,12 +122,12 @@ class GatedTiles:
     @property
     def _cost(self) -> float:
         """Time of a tile in arbitrary units, as measured on an H200."""
-        return self.rows / 128 * 2 * self.width + _LOADING * (self.rows + 2 * self.width)
+        return self.rows / 128 * self.w_rows + _LOADING * (self.rows + self.w_rows)
 
     def for_rounded_rows(self) -> GatedTiles:
         """Return the tiles for e4m3. Those of most sums have no registers left for the factors of columns and become half as high."""
         is_full = self.height == 2 and self.width > _WIDEST_ROUNDED
-        return replace(self, height=1 if is_full else self.height, is_rounded=True)._with_stages()
+        return replace(self, height=1 if is_full else self.height, is_rounded=True).with_stages()
 
     def _count(self, num_rows: int, n: int) -> int:
         return -(-num_rows // self.rows) * -(-n // self.width)
@@ -127,12 +135,17 @@ class GatedTiles:
     def _waves(self, num_rows: int, n: int, num_processors: int) -> int:
         return -(-self._count(num_rows, n) // num_processors)
 
-    def _with_stages(self) -> GatedTiles:
+    def cost_of(self, num_rows: int, n: int, num_processors: int) -> float:
+        """Return the time of a product of n columns in arbitrary units."""
+        return self._waves(num_rows, n, num_processors) * self._cost
+
+    def with_stages(self) -> GatedTiles:
+        """Return the tiles with as many stages as fit in shared memory."""
         room = room_for_stages(_MOST_STAGES) - 4 * _MOST_FITTED_ROWS  # the rest holds the factors of rows
         return replace(self, stages=min(_MOST_STAGES, room // self.stage_bytes))
 
 
-PROMPTS: Final = GatedTiles(2, 2, 96, 2)._with_stages()
+PROMPTS: Final = GatedTiles(2, 2, 96, 2).with_stages()
 
 
 class GatedGemm:
@@ -155,9 +168,19 @@ class GatedGemm:
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)
 
     def multiply(
-        self, x: torch.Tensor | Weighted, weight: torch.Tensor | PackedMatrix, tiles: GatedTiles
+        self,
+        x: torch.Tensor | Weighted,
+        weight: torch.Tensor | PackedMatrix,
+        tiles: GatedTiles,
+        split: int = 0,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return silu(x @ first half of weight.T) * (x @ second half), rounded once; x is rounded to e4m3 if the weight says so."""
+        """Return silu(x @ first half of weight.T) * (x @ second half), rounded once; x is rounded to e4m3 if the weight says so.
+
+        Without gates return x @ weight.T. With parted tiles `split` elements of the inner dimension are one sum. The result is
+        written to `out` if given.
+        """
+        assert (split > 0) == tiles.is_parted and split % BLOCK_K == 0 and not (tiles.is_parted and tiles.is_gated)
         squares, parts, eps = None, 0, 0.0
         if isinstance(x, Weighted):
             assert len(x.values) <= _MOST_FITTED_ROWS
@@ -168,19 +191,26 @@ class GatedGemm:
             rounded, x_scales = quantise_rows(x, pdl=int(LATE))
             x, w_scales, weight = rounded.view(torch.bfloat16), weight.scales, weight.numbers.view(torch.bfloat16)
         num_rows, k = x.shape
-        n = weight.shape[0] // 2
+        n = weight.shape[0] // (2 if tiles.is_gated else 1)
         assert weight.shape[1] == k and weight.is_contiguous()
-        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-        by_groups = (k, 8, 2, n // 8), (2 * k, 2 * k * n, 2 * k * 8)
-        w_map = tensor_map(weight.data_ptr(), *by_groups, (BLOCK_K, 8, 2, tiles.width // 8))
+        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device) if out is None else out
+        assert out.shape == (num_rows, n) and out.dtype is x.dtype and out.is_contiguous(), (out.shape, out.dtype)
+        w_map = _map_of_gates(weight, n, tiles.width) if tiles.is_gated else map_of(weight, tiles.width)
         x_map = map_of(x, tiles.rows // tiles.cluster)
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
         num_clusters = min(num_items, most_clusters(tiles, x.device.index, tiles.cluster))
         with torch.cuda.device(x.device):
-            arguments = squares, x_scales, w_scales, out, num_rows, n, k // BLOCK_K, parts, eps
+            arguments = squares, x_scales, w_scales, out, num_rows, n, k // BLOCK_K, split // BLOCK_K, parts, eps
             grid = num_clusters * tiles.cluster, 1, 1
             launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
         return out
+
+
+def _map_of_gates(weight: torch.Tensor, n: int, width: int) -> Any:
+    """Return the tensor map whose boxes have groups of 8 rows of gates, each followed by its ups."""
+    k = weight.shape[1]
+    by_groups = (k, 8, 2, n // 8), (2 * k, 2 * k * n, 2 * k * 8)
+    return tensor_map(weight.data_ptr(), *by_groups, (BLOCK_K, 8, 2, width // 8))
 
 
 @cache
