@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from srt.kernels.build.hopper import runs_on
 from srt.kernels.elementwise.invariant_sums import sum_add_norm, sum_prepare_qkv
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul
-from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.invariant_gemm import (
     can_be_gated,
     gated_product,
@@ -23,6 +21,7 @@ from srt.kernels.gemm.invariant_gemm import (
     invariant_product,
     pdl_of,
 )
+from srt.kernels.gemm.invariant_hopper import HopperProducts
 from srt.kernels.sampling.row_logprobs import largest, row_logprobs
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.ops import Affine, LayerOps, Norm, Rotation, Stream
@@ -42,14 +41,11 @@ class GpuRowLogprobs:
 
 
 class BatchInvariantGpuOps(LayerOps):
-    """The operations of layers with plain weights. None of them chooses another order of sums by the number of rows.
-
-    `gated_gemm` multiplies gates and ups of many rows: it adds up in the order of `gated_product`, and is faster.
-    """
+    """The operations of layers with plain weights. None of them chooses another order of sums by the number of rows."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._gated_gemm = GatedGemm(device) if runs_on(device, PROMPTS) else None
+        self._hopper = HopperProducts.on(device)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps, pdl_of(x))
@@ -62,13 +58,18 @@ class BatchInvariantGpuOps(LayerOps):
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, pdl_of(stream.hidden))
 
     def linear(self, x: Tensor, affine: Affine) -> Tensor:
-        return invariant_product(x, _matrix(affine), affine.bias)
+        product = None if affine.bias is not None else self._multiply(x, _matrix(affine))
+        return invariant_product(x, _matrix(affine), affine.bias) if product is None else product
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        return invariant_product(x, weight)
+        product = self._multiply(x, weight)
+        return invariant_product(x, weight) if product is None else product
 
     def project_into(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        invariant_product(x, weight, out=out)
+        if self._hopper is not None and self._hopper.serves(weight) and out.dtype is x.dtype:
+            self._hopper.multiply(x, weight, out=out)
+        else:
+            invariant_product(x, weight, out=out)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up, pdl_of(gate_up))
@@ -80,15 +81,13 @@ class BatchInvariantGpuOps(LayerOps):
         if is_gelu or affine.bias is not None or not can_be_gated(matrix):
             return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
         normed, hidden = self.norm_stream(stream, norm)
-        tiles = None if self._gated_gemm is None else self._gated_gemm.tiles(normed, matrix)
-        if self._gated_gemm is None or tiles is None:
-            return gated_product(normed, matrix), hidden
-        return self._gated_gemm.multiply(normed, matrix, tiles), hidden
+        product = self._multiply(normed, matrix, is_gated=True)
+        return gated_product(normed, matrix) if product is None else product, hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         if next_norm is None:
             return super().linear_onto(hidden, x, affine)
-        parts, pdl = invariant_parts(x, _matrix(affine)), pdl_of(x)
+        parts, pdl = self._parts(x, affine), pdl_of(x)
         normed, total = sum_add_norm(parts, affine.bias, hidden, next_norm.weight, next_norm.eps, pdl)
         return Stream(total, normed=normed)
 
@@ -106,7 +105,7 @@ class BatchInvariantGpuOps(LayerOps):
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor]:
         normed, hidden = self.norm_stream(stream, norm)
-        parts = invariant_parts(normed, _matrix(affine))
+        parts = self._parts(normed, affine)
         weights, eps = None, 0.0
         if head_norms is not None:
             weights, eps = (head_norms[0].weight, head_norms[1].weight), head_norms[0].eps
@@ -125,6 +124,17 @@ class BatchInvariantGpuOps(LayerOps):
             pdl=pdl_of(normed),
         )
         return layer.attend(*layer.split_packed(prepared), batch), hidden
+
+    def _multiply(self, x: Tensor, matrix: Tensor, is_gated: bool = False) -> Tensor | None:
+        """Return the product by the kernels for Hopper; None if they do not serve this matrix."""
+        if self._hopper is None or not self._hopper.serves(matrix, is_gated):
+            return None
+        return self._hopper.multiply(x, matrix, is_gated)
+
+    def _parts(self, x: Tensor, affine: Affine) -> Tensor:
+        """Return the product as parts that are yet to be added, without its bias; for each matrix always of the same type."""
+        product = None if affine.bias is not None else self._multiply(x, _matrix(affine))
+        return invariant_parts(x, _matrix(affine)) if product is None else product[None]
 
 
 def _matrix(affine: Affine) -> Tensor:

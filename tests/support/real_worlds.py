@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace as with_fields
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -24,7 +25,30 @@ from tests.scheduler.world import World
 from tests.support.invariance import WAYS
 from tests.support.plan_driver import Job, PlanDriver, run_section
 
-LOGPROBS = LogprobSpec(output=True, top=2)
+LOGPROBS: Final = LogprobSpec(output=True, top=2)
+VOCABULARY: Final = 509
+CROWDED: Final = Settings(
+    page_size=4,
+    num_pages=45,
+    num_slots=12,
+    max_request_tokens=100,
+    chunk=7,
+    conservativeness=0.01,
+    num_requests=24,
+    longest_prompt=60,
+    longest_answer=20,
+    vocab_size=VOCABULARY,
+    arrival_gap=0.002,
+    abort_share=0.1,
+    num_deaths=3,
+    num_retracts=1,
+)
+WORLDS: Final = (
+    CROWDED,
+    with_fields(CROWDED, page_size=1, num_pages=250, chunk=64, policy="lpm"),
+    with_fields(CROWDED, page_size=16, num_pages=12, chunk=-1, window=1),
+    with_fields(CROWDED, page_size=16, num_pages=10, chunk=512, num_slots=24, policy="priority"),
+)
 Key = tuple[bytes, int, int, int, bytes]  # prompt, number of the choice, most and fewest new tokens, stop ids
 
 

@@ -20,7 +20,7 @@ _HEADS: Final = 8
 
 @kernel(one_variant_for=("num_rows", "num_parts"))
 def sum_add_norm_kernel(
-    parts_ptr: tl.tensor,  # [parts, rows, SIZE] float32
+    parts_ptr: tl.tensor,  # [parts, rows, SIZE] float32, or one part already rounded
     bias_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -43,7 +43,8 @@ def sum_add_norm_kernel(
     wait_for_inputs(PDL)
     delta = tl.zeros([BLOCK], tl.float32)
     for part in range(num_parts):
-        delta += tl.load(parts_ptr + (part * num_rows + row) * SIZE + columns, mask=inside, other=0.0)
+        values = tl.load(parts_ptr + (part * num_rows + row) * SIZE + columns, mask=inside, other=0.0)
+        delta += values.to(tl.float32)
     hidden = tl.load(hidden_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     let_next_start_late(PDL)
     if HAS_BIAS:
@@ -57,7 +58,7 @@ def sum_add_norm_kernel(
 
 @kernel(one_variant_for=("locations_ptr", "num_tokens", "num_parts"))
 def sum_prepare_qkv_kernel(
-    parts_ptr: tl.tensor,  # [parts, tokens, (q heads, KV heads, KV heads) of HEAD_DIM] float32
+    parts_ptr: tl.tensor,  # [parts, tokens, (q heads, KV heads, KV heads) of HEAD_DIM] float32, or one part already rounded
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [tokens, as in parts]
     q_weight_ptr: tl.tensor,
@@ -99,8 +100,8 @@ def sum_prepare_qkv_kernel(
     second = tl.zeros([BLOCK_H, BLOCK_HALF], tl.float32)
     for part in range(num_parts):
         row = parts_ptr + (part * num_tokens + token) * WIDTH
-        first += tl.load(row + offsets, mask=inside, other=0.0)
-        second += tl.load(row + offsets + HALF, mask=inside, other=0.0)
+        first += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
+        second += tl.load(row + offsets + HALF, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * HALF + pairs, mask=in_head, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * HALF + pairs, mask=in_head, other=0.0)[None, :]
     location = tl.load(locations_ptr + token).to(tl.int64)

@@ -26,7 +26,7 @@ from srt.kernels.build.pdl import (
     wait_for_inputs,
 )
 
-_FEWEST_TILES: Final = 160  # tiles of 64 weights and splits together: enough for every multiprocessor of an H200
+_FEWEST_TILES: Final = 100  # tiles of 64 weights and splits together: enough for most multiprocessors of an H200
 _LEAST_SPLIT: Final = 512  # shortest split of a sum
 _MOST_PARTED_ROWS: Final = 256  # with more rows, one program adds all splits of its tile
 _SUM_BLOCK: Final = 1024

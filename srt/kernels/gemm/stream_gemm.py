@@ -234,7 +234,9 @@ class StreamTiles:
             return turns * program + 4 * tiles.w_rows * tiles.rows * (tiles.splits - 1) / tiles.splits / _EXCHANGED_NS
 
         shapes = product(range(64, _MOST_PACKED_W_ROWS + 1, 16), (1, 2, 3, 4, 6, 8))
-        every = (cls(_padded(num_rows), ending.columns(w_rows), splits, 2, ending, form) for w_rows, splits in shapes)
+        every = (
+            cls(cls.padded(num_rows), ending.columns(w_rows), splits, 2, ending, form) for w_rows, splits in shapes
+        )
         tiles = min(filter(fits, every), key=cost, default=None)
         return None if tiles is None else tiles.with_teams(num_rows, n, k).with_stages(k)
 
@@ -257,7 +259,7 @@ class StreamTiles:
 
         Prefer two splits of tiles twice as wide if each split is still long.
         """
-        rows = _padded(num_rows)
+        rows = cls.padded(num_rows)
         shapes = ((warpgroups, splits) for splits in (1, 2, 3, 4, 6, 8) for warpgroups in (1, 2, 3, 5))
         every = (cls(rows, ending.columns(64 * warpgroups), splits, 1, ending) for warpgroups, splits in shapes)
         tiles = next(filter(fits, every), None)
@@ -274,7 +276,7 @@ class StreamTiles:
         unit = 16 if ending.is_weighted else 8
         for splits in (1, 2):
             width = -(-n * splits // num_processors // unit) * unit
-            tiles = cls(_padded(num_rows), width, splits, 1, ending)
+            tiles = cls(cls.padded(num_rows), width, splits, 1, ending)
             is_full = tiles.count(num_rows, n) * splits >= _FULL_SHARE * num_processors
             if is_full and 64 <= tiles.w_rows <= _MOST_W_ROWS and fits(tiles):
                 return tiles
@@ -285,7 +287,7 @@ class StreamTiles:
         cls, num_rows: int, n: int, k: int, ending: Ending, fits: Callable[[StreamTiles], bool]
     ) -> StreamTiles | None:
         """Return the tiles with the shortest estimated time: programs multiply, or wait for weights or for shared memory."""
-        heights = {_padded(max(-(-num_rows // parts), _FEW_ROWS)) for parts in (1, 2, 3, 4)}
+        heights = {cls.padded(max(-(-num_rows // parts), _FEW_ROWS)) for parts in (1, 2, 3, 4)}
         shapes = product(heights, _WIDTHS, (1, 2, 3, 4, 6, 8))
         every = (cls(rows, width, splits, 1, ending) for rows, width, splits in shapes)
         return min(filter(fits, every), key=lambda tiles: tiles.cost(n, k), default=None)
@@ -300,6 +302,11 @@ class StreamTiles:
         program = k / self.splits / 16 * max(multiplying, reading + writing) / _CYCLES_NS
         exchanged = 4 * self.width * self.rows * (self.splits - 1) / self.splits
         return max(program, 2 * n * k / _WEIGHTS_NS) + exchanged / _EXCHANGED_NS
+
+    @staticmethod
+    def padded(num_rows: int) -> int:
+        """Return the rows of a tile that holds this many."""
+        return next(rows for rows in _ROWS if num_rows <= rows)
 
     def count(self, num_rows: int, n: int) -> int:
         """Return the number of clusters."""
@@ -554,10 +561,6 @@ def _most_rows(n: int, k: int, ending: Ending) -> int:
     if is_small:
         return MOST_ROWS_OF_FEW_WEIGHTS
     return MOST_ROWS_OF_LONG if ending.has_residual and k > n else MOST_ROWS
-
-
-def _padded(num_rows: int) -> int:
-    return next(rows for rows in _ROWS if num_rows <= rows)
 
 
 @cache

@@ -149,6 +149,14 @@ def test_parts_are_added_to_the_stream_in_order_and_normed() -> None:
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (40,), weight, 1e-6))
 
 
+def test_a_product_that_is_rounded_already_is_one_part() -> None:
+    torch.manual_seed(0)
+    product, hidden, weight = (torch.randn(4, 40).bfloat16() for _ in range(3))
+    found = sum_add_norm(product[None], None, hidden, weight[0], 1e-6)
+    expected = sum_add_norm(product[None].float(), None, hidden, weight[0], 1e-6)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_parts_of_heads_are_prepared_as_their_sum_is(has_norms: bool) -> None:
     torch.manual_seed(0)

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import pytest
 
 from srt.kernels.build import cpu_library
-from tests.scheduler.settings import Settings
 from tests.support.checkpoints import CheckpointFactory
-from tests.support.real_worlds import RealModel
+from tests.support.real_worlds import VOCABULARY, WORLDS, RealModel
 from tests.support.runners import make_runner
 
 pytestmark = pytest.mark.skipif(not cpu_library.is_supported(), reason="this processor has no AVX2")
-VOCABULARY: Final = 509
-CROWDED: Final = Settings(
-    page_size=4,
-    num_pages=45,
-    num_slots=12,
-    max_request_tokens=100,
-    chunk=7,
-    conservativeness=0.01,
-    num_requests=24,
-    longest_prompt=60,
-    longest_answer=20,
-    vocab_size=VOCABULARY,
-    arrival_gap=0.002,
-    abort_share=0.1,
-    num_deaths=3,
-    num_retracts=1,
-)
-WORLDS: Final = (
-    CROWDED,
-    replace(CROWDED, page_size=1, num_pages=250, chunk=64, policy="lpm"),
-    replace(CROWDED, page_size=16, num_pages=12, chunk=-1, window=1),
-    replace(CROWDED, page_size=16, num_pages=10, chunk=512, num_slots=24, policy="priority"),
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
