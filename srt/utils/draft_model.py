@@ -33,12 +33,16 @@ def gpu_speculation_obstacle(args: ServerArgs, config: ModelConfig) -> str | Non
         return f"the attention backend {decode} for decodes"
     if args.enable_torch_compile:
         return "--enable-torch-compile"
-    if args.kv_cache_dtype != "auto":
-        return f"--kv-cache-dtype {args.kv_cache_dtype}"
     if config.implementation == "transformers":
         return "the layers of the library transformers"
-    if not config.weight_formats.is_plain:
-        return "quantised weights"
+    return None if config.weight_formats.is_plain else "quantised weights"
+
+
+def gpu_drafting_obstacle(args: ServerArgs, config: ModelConfig) -> str | None:
+    """Name what a model that drafts on a GPU must not have, if it or the options have it."""
+    obstacle = gpu_speculation_obstacle(args, config)
+    if obstacle is not None:
+        return obstacle
     return next((found for layer in config.layers if (found := _layer_obstacle(layer)) is not None), None)
 
 

@@ -159,15 +159,23 @@ def test_the_shipped_models_answer_alike_in_fewer_steps(monkeypatch: pytest.Monk
     assert num_steps["STANDALONE"] < before
 
 
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [({}, 0.1), ({"quantization": "fp8"}, 0.4), ({"kv_cache_dtype": "fp8_e4m3"}, 0.3)],
+    ids=["all in bfloat16", "fp8 weights", "fp8 memory"],
+)
 @pytest.mark.parametrize("together", [2, 48])
 def test_answers_in_bfloat16_are_those_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, given: dict[str, Any], most: float
 ) -> None:
-    """Rounding depends on the number of rows. So an answer with drafts is read again, and its tokens must be as likely as was told."""
+    """Rounding depends on the number of rows. So an answer with drafts is read again, and its tokens must be as likely as was told.
+
+    One row is multiplied by fp8 weights as it is, several are rounded to fp8.
+    """
     monkeypatch.setattr(verify_runner, "LEAST_TOGETHER", together)
     config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096}
+    options = {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096, **given}
     sampling = SamplingParams.from_dict({"temperature": 1.0, "max_new_tokens": 40}).spec(40, ())
     rng, none = np.random.default_rng(2), [int32_array()]
 
@@ -189,7 +197,8 @@ def test_answers_in_bfloat16_are_those_of_the_model(
         told = dict(_chosen(found[rid, 0], is_prompt=False))
         read = dict(_chosen(reread[rid + 6, 0], is_prompt=True))
         differences = [abs(told[place] - read[len(prompt) + place]) for place in range(len(found[rid, 0].ids))]
-        assert max(differences) < 0.1, differences
+        print(f"differs by up to {max(differences):.3f}")
+        assert max(differences) < most, differences
 
 
 def _chosen(answer: Any, is_prompt: bool) -> list[tuple[int, float]]:

@@ -15,7 +15,7 @@ from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
 from srt.utils.deterministic import OPTION
-from srt.utils.draft_model import draft_model_args, gpu_speculation_obstacle
+from srt.utils.draft_model import draft_model_args, gpu_drafting_obstacle, gpu_speculation_obstacle
 from srt.utils.eagle3_config import served_head
 from srt.utils.errors import StartError
 from srt.utils.gpus import gpu_memory
@@ -344,7 +344,7 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
             f"{option} knows {draft.max_position_embeddings} positions, fewer than the {config.context_length} that are served:"
             f" add --context-length {draft.max_position_embeddings}."
         )
-    obstacle = None if runs_on_cpu(args) else gpu_speculation_obstacle(draft_model_args(args), draft)
+    obstacle = None if runs_on_cpu(args) else gpu_drafting_obstacle(draft_model_args(args), draft)
     if obstacle is not None:
         raise StartError(
             f"{option}: {obstacle} cannot draft on a GPU. Choose another model, or serve with --device cpu."

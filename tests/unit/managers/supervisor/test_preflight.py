@@ -23,6 +23,7 @@ from srt.managers.supervisor.preflight import (
     check_surroundings,
     listen,
     with_adapters,
+    with_draft_model,
 )
 from srt.server_args import ServerArgs
 from srt.utils import checkpoint as checkpoint_files
@@ -295,18 +296,28 @@ def test_a_head_that_does_not_fit_is_refused(
 def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
     qwen3_checkpoint: Path, checkpoint: CheckpointFactory
 ) -> None:
-    def refuse(folder: Path, reason: str, **options: Any) -> None:
-        args = replace(args_for(folder), device="cuda", speculative_algorithm="NGRAM", **options)
-        with pytest.raises(StartError, match=f"--speculative-algorithm NGRAM does not support {reason} on a GPU"):
-            check_model(args)
+    def options_of(folder: Path, **options: Any) -> ServerArgs:
+        return replace(args_for(folder), device="cuda", speculative_algorithm="NGRAM", **options)
 
-    refuse(qwen3_checkpoint, "--tp 2", tp_size=2)
-    refuse(qwen3_checkpoint, "the attention backend flashinfer for decodes", attention_backend="flashinfer")
-    refuse(qwen3_checkpoint, "--enable-torch-compile", enable_torch_compile=True)
-    refuse(qwen3_checkpoint, "--kv-cache-dtype fp8_e4m3", kv_cache_dtype="fp8_e4m3")
-    refuse(checkpoint("gemma3_text"), "layers with a window")
-    refuse(checkpoint("qwen3_moe"), "layers of experts")
-    refuse(checkpoint("deepseek_v3"), "layers of latent attention")
+    for reason, options in (
+        ("--tp 2", {"tp_size": 2}),
+        ("the attention backend flashinfer for decodes", {"attention_backend": "flashinfer"}),
+        ("--enable-torch-compile", {"enable_torch_compile": True}),
+        ("quantised weights", {"quantization": "fp8"}),
+    ):
+        with pytest.raises(StartError, match=f"--speculative-algorithm NGRAM does not support {reason} on a GPU"):
+            check_model(options_of(qwen3_checkpoint, **options))
+    check_model(options_of(qwen3_checkpoint, kv_cache_dtype="fp8_e4m3"))
+    for family, reason in (
+        ("gemma3_text", "layers with a window"),
+        ("qwen3_moe", "layers of experts"),
+        ("deepseek_v3", "layers of latent attention"),
+    ):
+        folder = checkpoint(family)
+        check_model(options_of(folder))
+        drafting: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+        with pytest.raises(StartError, match=f"{reason} cannot draft on a GPU"):
+            with_draft_model(replace(args_for(folder), device="cuda", **drafting), folder)
 
 
 def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
