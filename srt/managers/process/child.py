@@ -126,10 +126,14 @@ class Child:
         From the first one on, the supervisor treats a long silence as the end of this process. `is_overdue`: this process waits for
         another one that should have answered.
         """
-        threading.Thread(target=self._beat, args=(progress_age_s, is_overdue), name="heartbeat", daemon=True).start()
-
-    def _beat(self, progress_age_s: Callable[[], float], is_overdue: Callable[[], bool]) -> None:
         heartbeat = HeartbeatWriter(self.start.run_dir, self.name)
+        heartbeat.beat(time.monotonic())  # at once: a ready process must not be shown with its predecessor's pid
+        words = heartbeat, progress_age_s, is_overdue
+        threading.Thread(target=self._beat, args=words, name="heartbeat", daemon=True).start()
+
+    def _beat(
+        self, heartbeat: HeartbeatWriter, progress_age_s: Callable[[], float], is_overdue: Callable[[], bool]
+    ) -> None:
         gc_freezes = self.control.gc_freezes
         awake = AwakeTime(time.monotonic())
         while True:
