@@ -13,8 +13,10 @@ from srt.kernels.elementwise.prepare_latents import prepare_latents
 from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles, prepare_qkv
 from srt.kernels.elementwise.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
+from srt.kernels.gemm.block_gemm import block_gemm, takes
 from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
+from srt.kernels.gemm.packed_matrix import PackedMatrix
 from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.moe.expert_kernels import ExpertKernels
@@ -36,7 +38,7 @@ class KernelOps(LayerOps):
     - `stream_gemm` takes 2 rows and more on Hopper in bfloat16. Its limit is 64 rows for a product with nothing to fuse, 96 for gates and
       ups (64 if their weights are small), and 176 for other products. The limit is 256 for small weights, and for down projections that
       fill the device. `_most_rows` in stream_gemm.py decides on the limits.
-    - `gated_gemm` takes gates and ups of more rows.
+    - `gated_gemm` takes gates and ups of more rows, and `block_gemm` those of 65 rows and more with weights of e4m3 by blocks.
     - cuBLAS takes the rest, such as products with a bias of several rows. Graphs of few decodes use cuBLASLt instead (decode_runner.py).
     """
 
@@ -261,9 +263,14 @@ class KernelOps(LayerOps):
         is_scaled = isinstance(x, Weighted)
         product = self._streamed(x, affine, Ending(is_gated=True, is_scaled=is_scaled))
         gemm, matrix = self._gated_gemm, affine.streamed
-        if product is not None or gemm is None or matrix is None:
+        if product is not None or matrix is None:
             return product
-        tiles = gemm.tiles(_rows(x), matrix)
+        rows = _rows(x)
+        if isinstance(matrix, PackedMatrix) and matrix.rounds_groups and not is_scaled and takes(rows):
+            return block_gemm(rows, matrix.numbers, matrix.scales, is_gated=True)
+        if gemm is None:
+            return None
+        tiles = gemm.tiles(rows, matrix)
         return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from srt.kernels.gemm.block_gemm import BlockTiles, block_gemm, suits
 from srt.kernels.gemm.fp8_gemm import quantise_rows
 from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv
@@ -103,6 +104,50 @@ def test_many_rows_are_multiplied_as_the_plain_path_does(n: int, k: int, num_row
         else:
             inputs = rounded_groups(x.float())
         assert error_of(got, inputs @ matrix.T + bias.float()) < 2 * MOST
+
+
+def block_weight_of(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(numbers, scales [groups, n] of blocks of 128 × 128, the float32 matrix that they stand for)."""
+    numbers, scales, _ = fp8_weight_of(n, k, 128)
+    scales = scales[:, ::128].repeat_interleave(128, dim=1)[:, :n].contiguous()
+    return numbers, scales, numbers.float() * scales.t().repeat_interleave(128, dim=1)
+
+
+@pytest.mark.parametrize("num_rows", [65, 100, 128, 200, 256, 300, 2048])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES[:3], (640, 384), (1024, 128)])
+def test_blocks_are_multiplied_by_inputs_rounded_by_128(n: int, k: int, num_rows: int) -> None:
+    numbers, scales, matrix = block_weight_of(n, k)
+    assert suits(numbers, scales)
+    x = torch.randn(num_rows, k, device=CUDA, dtype=torch.bfloat16)
+    expected = rounded_groups(x.float()) @ matrix.T
+    got = block_gemm(x, numbers, scales)
+    assert error_of(got, expected) < MOST
+    gate, up = (10 * expected).chunk(2, dim=-1)
+    activated = block_gemm(x, numbers, 10 * scales, is_gated=True)
+    assert error_of(activated, torch.nn.functional.silu(gate) * up) < 2 * MOST
+    for _ in range(5):
+        assert torch.equal(block_gemm(x, numbers, scales), got)
+        assert torch.equal(block_gemm(x, numbers, 10 * scales, is_gated=True), activated)
+    assert error_of(block_gemm(x, numbers, scales.roll(128, dims=1)), expected) > 0.05, "scales of other outputs"
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_blocks_are_cut_in_any_way(is_gated: bool) -> None:
+    (numbers, scales, matrix), x = (
+        block_weight_of(2560, 1152),
+        torch.randn(200, 1152, device=CUDA, dtype=torch.bfloat16),
+    )
+    expected = rounded_groups(x.float()) @ matrix.T
+    if is_gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    for tiles in BlockTiles.every(is_gated):
+        assert error_of(block_gemm(x, numbers, scales, is_gated, tiles), expected) < 2 * MOST, tiles
+
+
+def test_scales_that_differ_within_64_outputs_are_left_to_another_kernel() -> None:
+    numbers, scales, _ = fp8_weight_of(256, 256, 128)
+    assert not suits(numbers, scales)
 
 
 def packed_matrix_of(n: int, k: int, form: Numbers) -> tuple[PackedMatrix, Tensor]:

@@ -184,7 +184,7 @@ def _quantise_rows(has_groups: bool) -> KernelBuild:
             **dict.fromkeys(("given_ptr", "scales_ptr"), "*fp32"),
             "x_ptr": "*bf16",
             "out_ptr": "*fp8e4nv",
-            "row_stride": "i32",
+            **dict.fromkeys(("row_stride", "scales_row_stride", "scales_group_stride"), "i32"),
         },
         {"K": 12288, "HAS_GROUPS": has_groups, "HAS_SCALE": False, "BLOCK": 16384},
         num_warps=8,

@@ -50,9 +50,9 @@ class Variant(Protocol):
         """Number of neighbouring programs that can access each other's shared memory."""
 
 
-def source_of(file: Path, columns: int = 0) -> str:
-    """Join the common source, a function that multiplies 64 rows with `columns` columns if given, and the kernel's own file."""
-    return "\n".join((_read(_SHARED), _multiply(columns) if columns else "", _read(file)))
+def source_of(file: Path, columns: int = 0, *shared: Path) -> str:
+    """Join the common source, a function that multiplies 64 rows with `columns` columns if given, shared files, and the kernel's own."""
+    return "\n".join((_read(_SHARED), _multiply(columns) if columns else "", *map(_read, shared), _read(file)))
 
 
 def room_for_stages(most: int) -> int:

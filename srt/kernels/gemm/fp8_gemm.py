@@ -1,6 +1,7 @@
 """x Wᵀ for many rows of x, with inputs and weights of e4m3 numbers, which tensor cores multiply twice as fast as bfloat16.
 
-cuBLASLt multiplies if each row of x and each output has one scale. If each 128 inputs have scales of their own, a Triton kernel does.
+cuBLASLt multiplies if each row of x and each output has one scale. If each 128 inputs have scales of their own, a Triton kernel does
+where `block_gemm.py` cannot.
 """
 
 from __future__ import annotations
@@ -11,24 +12,38 @@ import torch
 import triton
 import triton.language as tl
 
-from srt.kernels.build.jit import kernel
+from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
 GROUP: Final = 128
 _LARGEST: Final = tl.constexpr(448.0)
 _LEAST_SCALE: Final = tl.constexpr(1e-12)
 _MOST_SMALL_ROWS: Final = 64
+_MOST_TILE_ROWS: Final = 256
+"""Rows of the largest tile of `block_gemm.py`."""
 _TILES_TOGETHER: Final = 8
 """Tiles of rows whose programs run one after the other, so that they find their weights in the L2 cache."""
 
 
-@kernel(one_variant_for=())
+@jit
+def _scale_of(rows: tl.tensor, axis: tl.constexpr) -> tl.tensor:
+    return tl.maximum(tl.max(tl.abs(rows), axis) / _LARGEST, _LEAST_SCALE)
+
+
+@jit
+def _clamped(x: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+
+
+@kernel(one_variant_for=("scales_row_stride", "scales_group_stride"))
 def quantise_rows_kernel(
     x_ptr: tl.tensor,  # [rows, K]
     given_ptr: tl.tensor,  # [1] float32: the scale, if it is not found here
     out_ptr: tl.tensor,  # [rows, K] e4m3
-    scales_ptr: tl.tensor,  # [rows, 1], or [rows, K / 128]; float32
+    scales_ptr: tl.tensor,  # [rows, 1], or [rows, K / 128] with strides; float32
     row_stride: int,
+    scales_row_stride: int,
+    scales_group_stride: int,
     K: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -45,19 +60,19 @@ def quantise_rows_kernel(
     let_next_start_late(PDL)
     if HAS_GROUPS:
         grouped = tl.reshape(x, (BLOCK // 128, 128))
-        scale = tl.maximum(tl.max(tl.abs(grouped), 1) / _LARGEST, _LEAST_SCALE)
+        scale = _scale_of(grouped, 1)
         groups = tl.arange(0, BLOCK // 128)
-        tl.store(scales_ptr + row * GROUPS + groups, scale, mask=groups < GROUPS)
+        scales_at = scales_ptr + row * scales_row_stride + groups * scales_group_stride
+        tl.store(scales_at, scale, mask=groups < GROUPS)
         x = tl.reshape(grouped / scale[:, None], (BLOCK,))
     else:
         if HAS_SCALE:
             scale = tl.load(given_ptr)
         else:
-            scale = tl.maximum(tl.max(tl.abs(x), 0) / _LARGEST, _LEAST_SCALE)
+            scale = _scale_of(x, 0)
         tl.store(scales_ptr + row, scale)
         x = x / scale
-    x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
-    tl.store(out_ptr + row * K + columns, x.to(out_ptr.dtype.element_ty), mask=columns < K)
+    tl.store(out_ptr + row * K + columns, _clamped(x).to(out_ptr.dtype.element_ty), mask=columns < K)
 
 
 @kernel(one_variant_for=("num_rows",))
@@ -108,17 +123,25 @@ def block_gemm_kernel(
 
 
 def quantise_rows(
-    x: torch.Tensor, *, has_groups: bool = False, scale: torch.Tensor | None = None, pdl: int = 0
+    x: torch.Tensor,
+    *,
+    has_groups: bool = False,
+    by_group: bool = False,
+    scale: torch.Tensor | None = None,
+    pdl: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x as e4m3 numbers, and the scales [rows, 1], or [rows, groups of 128 columns]; a given `scale` is used for all."""
+    """Return x as e4m3 numbers, and the scales [rows, 1], or [rows, groups of 128 columns]; a given `scale` is used for all.
+
+    With `by_group` the scales of a group are next to each other in memory.
+    """
     num_rows, k = x.shape
     assert x.stride(1) == 1 or k == 1, x.stride()
     out = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=x.device)
     width = triton.cdiv(k, GROUP) if has_groups else 1
-    scales = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
+    scales = _new_scales(num_rows, width, x.device, by_group)
     block = max(GROUP, triton.next_power_of_2(k))
     quantise_rows_kernel[(num_rows,)](
-        x, scales if scale is None else scale, out, scales, x.stride(0),
+        x, scales if scale is None else scale, out, scales, x.stride(0), *scales.stride(),
         K=k, HAS_GROUPS=has_groups, HAS_SCALE=scale is not None, BLOCK=block,
         num_warps=min(max(block // 512, 4), 16), **pdl_options(pdl),
     )  # fmt: skip
@@ -134,6 +157,14 @@ def fp8_gemm(
         numbers, weight.t(), scale_a=x_scales, scale_b=scales, out_dtype=x.dtype, use_fast_accum=True
     )
     return product if bias is None else product.add_(bias)
+
+
+def _new_scales(num_rows: int, width: int, device: torch.device, by_group: bool) -> torch.Tensor:
+    """Return memory for scales [rows, width]; if those of a group are next to each other, with room for whole tiles of rows."""
+    if not by_group:
+        return torch.empty((num_rows, width), dtype=torch.float32, device=device)
+    padded = -(-num_rows // _MOST_TILE_ROWS) * _MOST_TILE_ROWS
+    return torch.empty((width, padded), dtype=torch.float32, device=device)[:, :num_rows].t()
 
 
 def block_gemm(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -30,6 +30,8 @@ from srt.kernels.gemm.packed_matrix import PackedMatrix
 from srt.kernels.gemm.stream_gemm import Weighted
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
+ROW_TILES: Final = Path(__file__).with_name("row_tiles.cuh")
+"""Common code of the kernels that multiply many rows in tiles."""
 _FEWEST_ROWS: Final = 65
 _MOST_FITTED_ROWS: Final = 256
 """Above this, which is more than a decode step has, one variant serves all row counts, so that new prompt lengths compile nothing."""
@@ -80,7 +82,7 @@ class GatedTiles:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, self.w_rows)
+        return source_of(_SOURCE, self.w_rows, ROW_TILES)
 
     @property
     def constants(self) -> Mapping[str, int]:

@@ -68,6 +68,8 @@ class PackedMatrix:
     group: int  # inputs that share a scale; 0 if all of an output do
     rounds_inputs: bool = False
     """Whether rows of x may be rounded to e4m3 by the largest of each."""
+    rounds_groups: bool = False
+    """Whether each 128 inputs of a row may be rounded to e4m3, and `block_gemm.py` knows the scales' layout."""
 
     @property
     def form(self) -> Numbers:

@@ -148,16 +148,19 @@ class Fp8Weight(LinearWeight):
 
     def _gpu_product(self) -> PackedProduct:
         # Imported here because Triton is installed only with PyTorch for CUDA.
+        from srt.kernels.gemm.block_gemm import suits
         from srt.layers.quantization.gpu_products import LARGE_SCALE, PackedProduct
 
+        values, scales, rounds = self.values.detach(), self.scales.detach(), self._form.activations != "none"
         return PackedProduct(
-            packed=self.values.detach(),
-            scales=self.scales.detach(),
+            packed=values,
+            scales=scales,
             zeros=None,
             group_size=self._group_size,
-            quantises_inputs=self._form.activations != "none",
+            quantises_inputs=rounds,
             input_scale=None if self.input_scales is None else self.input_scales.detach(),
-            has_large_scales=bool(self.scales.max() >= LARGE_SCALE),
+            has_large_scales=bool(scales.max() >= LARGE_SCALE),
+            suits_block_gemm=rounds and self._form.scales == "block" and suits(values, scales),
         )
 
     def _by_output(self, blocks: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.build.pdl import has_pdl, pdl_for
-from srt.kernels.gemm.fp8_gemm import block_gemm, fp8_gemm
+from srt.kernels.gemm import block_gemm, fp8_gemm
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, packed_gemm
 from srt.kernels.gemm.packed_matrix import PackedMatrix
 
@@ -38,6 +38,7 @@ class PackedProduct:
     input_scale: Tensor | None = None
     has_large_scales: bool = False
     """Whether a scale is at least `LARGE_SCALE`, with which a streamed product of blocks would overflow."""
+    suits_block_gemm: bool = False
 
     @property
     def has_fp8_instructions(self) -> bool:
@@ -54,16 +55,19 @@ class PackedProduct:
             return packed_gemm(x.contiguous(), self.packed, scales, zeros, self.group_size, bias=bias, pdl=pdl)
         if not in_fp8:
             return None
+        if self.suits_block_gemm and block_gemm.takes(x):
+            product = block_gemm.block_gemm(x, self.packed, self.scales)
+            return product if bias is None else product.add_(bias)
         if len(self.scales) > 1:
-            return block_gemm(x, self.packed, self.scales, bias)
-        return fp8_gemm(x, self.packed, self.scales, bias, self.input_scale) if self._suits_cublas else None
+            return fp8_gemm.block_gemm(x, self.packed, self.scales, bias)
+        return fp8_gemm.fp8_gemm(x, self.packed, self.scales, bias, self.input_scale) if self._suits_cublas else None
 
     @property
     def matrix(self) -> PackedMatrix | None:
         """The weight as streamed products read it; None if they cannot."""
         group = self.group_size if len(self.scales) > 1 or self.packed.dtype is torch.uint8 else 0
         rounds = self.quantises_inputs and self.input_scale is None and not group and self.has_fp8_instructions
-        matrix = PackedMatrix(self.packed, self.scales, self.zeros, group, rounds)
+        matrix = PackedMatrix(self.packed, self.scales, self.zeros, group, rounds, self.suits_block_gemm)
         return matrix if matrix.is_readable and not (group and self.has_large_scales) else None
 
     @property
