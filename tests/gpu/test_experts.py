@@ -11,7 +11,8 @@ from torch import Tensor
 
 from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_experts
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, activate
+from srt.layers.quantization.fp8_weight import rounded_groups
 from srt.utils.layer_spec import Routing
 from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
@@ -86,6 +87,31 @@ def test_quantised_weights_are_multiplied_as_what_they_stand_for(num_tokens: int
     assert torch.equal(kernels.multiply(x, choice, ExpertWeights(gate_up, down)), got)
     other = packed_experts(kind, num_experts, hidden, size, seed=1, device="cuda")
     assert error_of(kernels.multiply(x, choice, ExpertWeights(gate_up, other)), expected) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by output", "e4m3 by block"])
+@pytest.mark.parametrize("num_tokens", [2, 8, 33, 64, 256, 1000, 4096])
+def test_inputs_and_activations_are_rounded_by_128_if_the_format_rounds(num_tokens: int, kind: str) -> None:
+    num_experts, top_k, hidden, size = 32, 4, 2048, 768
+    gate_up = packed_experts(kind, num_experts, 2 * size, hidden, device="cuda", rounds_inputs=True)
+    down = packed_experts(kind, num_experts, hidden, size, device="cuda", rounds_inputs=True)
+    x, kernels, weights = randn(num_tokens, hidden), ExpertKernels(CUDA), ExpertWeights(gate_up, down)
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    gates, downs, expected = meant_by(gate_up), meant_by(down), torch.zeros(num_tokens, hidden, device=CUDA)
+    inputs = rounded_groups(x.float())
+    for expert in range(num_experts):
+        tokens, choices = (choice.ids == expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+        activated = rounded_groups(activate(inputs[tokens] @ gates[expert].T, None))
+        expected.index_add_(0, tokens, activated @ downs[expert].T * choice.weights[tokens, choices][:, None])
+    got = kernels.multiply(x, choice, weights)
+    assert error_of(got, expected) < MOST
+    assert all(torch.equal(kernels.multiply(x, choice, weights), got) for _ in range(5))
+    exact = exactly(x, choice, gates, downs)
+    assert MOST < error_of(got, exact) < 0.06, "rounded, and not far from what is not"
+    shifted = Choice((choice.ids + 1) % num_experts, choice.weights)
+    assert error_of(kernels.multiply(x, shifted, weights), expected) > 0.5
 
 
 @pytest.mark.parametrize("kind", ["e4m3 by block", "mxfp4"])

@@ -24,6 +24,7 @@ from srt.kernels.moe.few_tokens import (
     token_downs_kernel,
 )
 from srt.kernels.moe.packed_tiles import E4M3, INT4, INT8, MXFP4, PLAIN
+from srt.kernels.moe.rounded_experts import RoundedTiles, rounded_downs_kernel, rounded_gates_kernel
 from srt.kernels.moe.route import choose_experts_kernel, router_logits_kernel, routing_constants
 from srt.utils.layer_spec import Routing
 from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
@@ -39,6 +40,8 @@ def expert_builds() -> list[KernelBuild]:
     bf16, fp32 = torch.bfloat16, torch.float32
     builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16, False), _sum(bf16, True)]
     builds += [_route_rows(bf16), _route_rows(fp32), _pair_gates(bf16), _token_downs(bf16)]
+    builds += [build(bf16, kind) for build in (_pair_gates, _token_downs) for kind in ("e4m3", "e4m3 by 128")]
+    builds += [build(tokens, groups) for build in (_rounded_gates, _rounded_downs) for tokens, groups in _ROUNDED]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
         tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize, has_room=True)
         builds += [_gates(dtype, tokens, tiles), _downs(dtype, tokens, tiles)]
@@ -143,19 +146,24 @@ def _route_rows(dtype: torch.dtype) -> KernelBuild:
     return KernelBuild(f"route_rows[{name}]", route_rows_kernel, types, {**constants, **routing, **_PDL}, _LAUNCH)
 
 
-def _pair_gates(dtype: torch.dtype) -> KernelBuild:
-    name, tiles = TYPE_NAMES[dtype], FewTiles.of_gates(HIDDEN, dtype.itemsize)
+def _pair_gates(dtype: torch.dtype, kind: str = "") -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_gates(HIDDEN, 1 if kind else dtype.itemsize)
     assert tiles is not None
+    scales, constants = _KINDS[kind] if kind else (f"*{name}", {})
     return KernelBuild(
-        f"pair_gates[{name}]",
+        f"pair_gates[{name}{', ' if kind else ''}{kind}]",
         pair_gates_kernel,
         {
-            **dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+            **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+            "weight_ptr": "*u8" if kind else f"*{name}",
+            "scales_ptr": scales,
             "ids_ptr": "*i32",
             "load_ptr": "*i64",
             "num_pairs": "i32",
         },
         {
+            **_FEW_PLAIN,
+            **constants,
             "HAS_BIAS": True,
             "HAS_LOAD": True,
             "LIMIT": 7.0,
@@ -173,17 +181,48 @@ def _pair_gates(dtype: torch.dtype) -> KernelBuild:
     )
 
 
-def _token_downs(dtype: torch.dtype) -> KernelBuild:
-    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, dtype.itemsize)
+def _token_downs(dtype: torch.dtype, kind: str = "") -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1 if kind else dtype.itemsize)
     assert tiles is not None
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}")
-    constants = {"HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
+    types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+    scales, more = _KINDS[kind] if kind else (f"*{name}", {})
+    types |= {"weight_ptr": "*u8" if kind else f"*{name}", "scales_ptr": scales}
+    constants = {**_FEW_PLAIN, **more, "HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
     return KernelBuild(
-        f"token_downs[{name}]",
+        f"token_downs[{name}{', ' if kind else ''}{kind}]",
         token_downs_kernel,
         {**types, "ids_ptr": "*i32", "factors_ptr": "*fp32"},
         {**constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
         {"num_warps": tiles.num_warps, **_LAUNCH},
+    )
+
+
+_ROUNDED = ((8, False), (64, True), (256, False), (8192, True))
+"""Tokens, and whether groups of inputs have scales."""
+
+
+def _rounded_gates(tokens: int, has_groups: bool) -> KernelBuild:
+    return _rounded("rounded_gates", rounded_gates_kernel, tokens, has_groups)
+
+
+def _rounded_downs(tokens: int, has_groups: bool) -> KernelBuild:
+    return _rounded("rounded_downs", rounded_downs_kernel, tokens, has_groups)
+
+
+def _rounded(label: str, kernel: Any, tokens: int, has_groups: bool) -> KernelBuild:
+    tiles, is_gates = RoundedTiles.choose(tokens * TOP_K, EXPERTS), kernel is rounded_gates_kernel
+    types = {**_TABLE, "factors_ptr": "*fp32"}
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+    types |= dict.fromkeys(("x_scales_ptr", "scales_ptr", "out_scales_ptr"), "*fp32")
+    types["out_ptr"] = "*fp8e4nv" if is_gates else "*bf16"
+    constants = {"HAS_GROUPS": has_groups, "SIZE": SIZE, "HIDDEN": HIDDEN, "BLOCK_M": tiles.block_m, **_PDL}
+    stages = tiles.gate_stages if is_gates else tiles.down_stages
+    return KernelBuild(
+        f"{label}[{tokens} tokens]",
+        kernel,
+        {argument: kind for argument, kind in types.items() if argument in kernel.arg_names},
+        {**constants, **({"TOP_K": TOP_K} if is_gates else {})},
+        {"num_warps": tiles.num_warps, "num_stages": stages, **_LAUNCH},
     )
 
 
@@ -197,6 +236,7 @@ def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = 
 
 
 _PLAIN: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": 1 << 30, "HAS_ZEROS": False, "HOPPER": True}
+_FEW_PLAIN: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": 1 << 30, "HOPPER": True}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "e4m3": ("*fp32", {"KIND": E4M3.value}),
     "e4m3 by 128": ("*fp32", {"KIND": E4M3.value, "GROUP": 128}),

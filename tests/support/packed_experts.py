@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,12 +31,20 @@ PACKED_FORMS: Mapping[str, WeightFormat] = {
 
 
 def packed_experts(
-    name: str, count: int, outputs: int, inputs: int, *, seed: int = 0, device: str = "cpu"
+    name: str,
+    count: int,
+    outputs: int,
+    inputs: int,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    rounds_inputs: bool = False,
 ) -> PackedExperts:
     """Return experts as they are on a GPU once they are loaded: stacked."""
+    form = replace(PACKED_FORMS[name], activations="token" if rounds_inputs else "none")
     places = [[Place(f"experts.{index}", outputs, inputs, 0, 0, outputs)] for index in range(count)]
     with torch.device(device):
-        experts = PackedExperts(places, partial(new_weight, PACKED_FORMS[name]))
+        experts = PackedExperts(places, partial(new_weight, form))
         generator = torch.Generator(device).manual_seed(seed)
         for weight in experts.weights:
             assert isinstance(weight, LinearWeight)

@@ -291,8 +291,8 @@ _ONE_GROUP: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """What the kernels are told of the matrices of all experts."""
+class StoredMatrices:
+    """What kernels are told of the matrices of all experts."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Numbers, scales, zero points."""
@@ -302,7 +302,7 @@ class _Stored:
     has_zeros: bool
 
     @classmethod
-    def of(cls, matrices: torch.Tensor | ExpertMatrices) -> _Stored:
+    def of(cls, matrices: torch.Tensor | ExpertMatrices) -> StoredMatrices:
         if isinstance(matrices, torch.Tensor):
             return cls((matrices, matrices, matrices), PLAIN.value, _ONE_GROUP, False)
         stacked = matrices.stacked
@@ -310,6 +310,10 @@ class _Stored:
         zeros = scales if stacked.zeros is None else stacked.zeros
         group = _ONE_GROUP if scales.shape[1] == 1 else stacked.group_size
         return cls((numbers, scales, zeros), _KINDS[stacked.kind].value, group, stacked.zeros is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        return bool(self.kind == PLAIN.value)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -336,12 +340,17 @@ def multiply_experts(
     x [tokens, hidden], ids i32 and factors f32 [tokens, top_k]. All tensors are contiguous. There must be tokens. Inputs of quantised
     weights are multiplied as they are.
     """
-    results = multiply_choices(x, ids, factors, weights, tiles, pdl)
-    out = torch.empty_like(x)
-    hidden, block = x.shape[1], _SUM_BLOCK
-    sum_choices_kernel[(len(x), triton.cdiv(hidden, block))](
-        results, x, x, out, x, 0.0, TOP_K=ids.shape[1], HAS_NORM=False, HIDDEN=hidden, BLOCK=block, **pdl_options(pdl)
-    )
+    return add_choices(multiply_choices(x, ids, factors, weights, tiles, pdl), len(x), pdl)
+
+
+def add_choices(results: torch.Tensor, num_tokens: int, pdl: int = 0) -> torch.Tensor:
+    """Return the sum of each token's results [tokens, hidden], for what `multiply_choices` returns."""
+    hidden, block = results.shape[1], _SUM_BLOCK
+    out = torch.empty((num_tokens, hidden), dtype=results.dtype, device=results.device)
+    sum_choices_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        results, out, out, out, out, 0.0, TOP_K=len(results) // num_tokens, HAS_NORM=False, HIDDEN=hidden, BLOCK=block,
+        **pdl_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -379,7 +388,7 @@ def multiply_choices(
     shape["HOPPER"] = x.dtype is torch.bfloat16 and is_hopper(x.device)
     shape |= pdl_options(pdl)
     num_tiles = len(table.experts)
-    gates, downs = _Stored.of(weights.gate_up), _Stored.of(weights.down)
+    gates, downs = StoredMatrices.of(weights.gate_up), StoredMatrices.of(weights.down)
     gate_tiles, down_tiles = gates.fitting(tiles.gates), downs.fitting(tiles.downs)
     expert_gates_kernel[(triton.cdiv(size, gate_tiles.block_n), num_tiles)](
         x,

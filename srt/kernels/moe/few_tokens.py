@@ -3,7 +3,7 @@
 `route_rows` norms each token, computes the router's logits and chooses. The first product then computes the activations of each pair of
 a token and an expert, whose weights it finds by the choice, without a table. The second product also adds the results of a token's
 choices, in their order, so the same step gives the same bits every time. All take several tokens, for which only `route_rows` is faster
-than other kernels.
+than other kernels. The products also read e4m3 numbers with a scale for each output or for each 128 inputs of an output.
 
 A program of the second product requests its weights before the first product has ended: the choice is known since the kernel before.
 """
@@ -19,8 +19,11 @@ import triton.language as tl
 
 from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import LATE, let_next_start, let_next_start_late, pdl_options, wait_for_inputs
-from srt.kernels.moe.expert_gemm import activate
+from srt.kernels.gemm.conversions import e4m3_to, e4m3_to_bf16
+from srt.kernels.gemm.packed_gemm import is_hopper
+from srt.kernels.moe.expert_gemm import StoredMatrices, activate
 from srt.kernels.moe.expert_tiles import add_step_to_load
+from srt.kernels.moe.packed_tiles import E4M3
 from srt.kernels.moe.route import choose_by_logits, routing_constants
 
 if TYPE_CHECKING:
@@ -76,6 +79,37 @@ def _with(items: tl.tuple, item: tl.tensor) -> tl.tuple:
 @jit
 def _stream(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _products(
+    numbers: tl.tensor,  # [BLOCK_N, BLOCK_K]
+    x: tl.tensor,  # [BLOCK_K] f32
+    scales_at: tl.tensor,  # [BLOCK_N] pointers to the scales of the first group
+    is_output: tl.tensor,  # [BLOCK_N]
+    first: int,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HOPPER: tl.constexpr,
+) -> tl.tensor:
+    """Return the products of weights and inputs, or the scaled sum of those of each group if groups of inputs have scales."""
+    if KIND != E4M3:
+        values = numbers.to(tl.float32)
+    elif HOPPER:
+        values = e4m3_to_bf16(numbers).to(tl.float32)
+    else:
+        values = e4m3_to(numbers, tl.float32)
+    if GROUP > K:
+        return values * x[None, :]
+    else:
+        groups = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        inside = is_output[:, None] & (groups * GROUP < K)[None, :]
+        scales = tl.load(scales_at[:, None] + groups[None, :] * N, mask=inside, other=0.0)
+        return tl.sum(tl.reshape(values * x[None, :], (BLOCK_N, BLOCK_K // GROUP, GROUP)), 2) * scales
 
 
 @kernel(one_variant_for=())
@@ -167,11 +201,14 @@ def route_rows_kernel(
 def pair_gates_kernel(
     x_ptr: tl.tensor,  # [tokens, HIDDEN]
     weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,  # [experts, groups of inputs, 2 * SIZE] f32, if the weights are e4m3 numbers
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [pairs, SIZE]
     ids_ptr: tl.tensor,
     load_ptr: tl.tensor,
     num_pairs: int,
+    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -183,6 +220,7 @@ def pair_gates_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HOPPER: tl.constexpr,
     PDL: tl.constexpr,  # 0 or LATE: the next kernel may only start when the choice, which it reads at once, is there
 ) -> None:
     """Program (p, n) computes block n of the activated gates and ups of pair p. Behind the last block is a program for the load."""
@@ -208,14 +246,25 @@ def pair_gates_kernel(
             is_weight = (outputs < SIZE)[:, None] & (k < HIDDEN)[None, :]
             gates = _with(gates, _stream(rows + k[None, :], is_weight))
             ups = _with(ups, _stream(rows + SIZE * HIDDEN + k[None, :], is_weight))
-        gate_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up_sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        scales_at = scales_ptr + expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + outputs
+        SUMS: tl.constexpr = BLOCK_K if GROUP > HIDDEN else BLOCK_K // GROUP
+        gate_sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
+        up_sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             x = tl.load(x_ptr + pair // TOP_K * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
-            gate_sums += gates[step].to(tl.float32) * x[None, :]
-            up_sums += ups[step].to(tl.float32) * x[None, :]
+            gate_sums += _products(
+                gates[step], x, scales_at, outputs < SIZE, step * BLOCK_K,
+                KIND, GROUP, HIDDEN, 2 * SIZE, BLOCK_N, BLOCK_K, HOPPER,
+            )  # fmt: skip
+            up_sums += _products(
+                ups[step], x, scales_at + SIZE, outputs < SIZE, step * BLOCK_K,
+                KIND, GROUP, HIDDEN, 2 * SIZE, BLOCK_N, BLOCK_K, HOPPER,
+            )  # fmt: skip
         gate, up = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
+        if KIND == E4M3 and GROUP > HIDDEN:
+            gate *= tl.load(scales_at, mask=outputs < SIZE, other=0.0)
+            up *= tl.load(scales_at + SIZE, mask=outputs < SIZE, other=0.0)
         if HAS_BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + outputs
             gate += tl.load(bias_at, mask=outputs < SIZE, other=0.0).to(tl.float32)
@@ -228,16 +277,20 @@ def pair_gates_kernel(
 def token_downs_kernel(
     x_ptr: tl.tensor,  # [pairs, SIZE]
     weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,  # [experts, groups of inputs, HIDDEN] f32, if the weights are e4m3 numbers
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [tokens, HIDDEN]
     ids_ptr: tl.tensor,
     factors_ptr: tl.tensor,
+    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
+    GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (t, n) computes block n of the weighted sum of the results of token t's choices."""
@@ -245,13 +298,19 @@ def token_downs_kernel(
     let_next_start(PDL)
     token, block = tl.program_id(0), tl.program_id(1)
     outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    weights, factors = _none(), _none()
+    is_output = outputs < HIDDEN
+    weights, factors, scales = _none(), _none(), _none()
     bias = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(TOP_K):
         # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
         expert = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64)
         factor = tl.load(factors_ptr + token * TOP_K + choice, cache_modifier=".cg")
         factors = _with(factors, factor)
+        scales_at = scales_ptr + expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + outputs
+        if KIND == E4M3 and GROUP > SIZE:
+            scales = _with(scales, factor * tl.load(scales_at, mask=is_output, other=0.0))
+        else:
+            scales = _with(scales, scales_at)
         rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs[:, None] * SIZE
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
@@ -262,12 +321,23 @@ def token_downs_kernel(
             bias += of_expert.to(tl.float32) * factor
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    SUMS: tl.constexpr = BLOCK_K if GROUP > SIZE else BLOCK_K // GROUP
+    sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
     for choice in tl.static_range(TOP_K):
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
-            sums += weights[choice * STEPS + step].to(tl.float32) * (x * factors[choice])[None, :]
+            if KIND == E4M3 and GROUP > SIZE:
+                products = _products(
+                    weights[choice * STEPS + step], x, outputs, is_output, step * BLOCK_K,
+                    KIND, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
+                )  # fmt: skip
+                sums += products * scales[choice][:, None]
+            else:
+                sums += _products(
+                    weights[choice * STEPS + step], x * factors[choice], scales[choice], is_output, step * BLOCK_K,
+                    KIND, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
+                )  # fmt: skip
     total = tl.sum(sums, 1) + bias
     tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
 
@@ -304,13 +374,15 @@ def route_rows(
 
 
 def tiles_of_few(ids: torch.Tensor, weights: ExpertWeights, item_size: int) -> tuple[FewTiles, FewTiles] | None:
-    """Return the tiles of both products for ids [tokens, top_k]; None if others are faster, or the weights are quantised."""
+    """Return the tiles of both products for ids [tokens, top_k]; None if others are faster, or cannot read the weights' form."""
     if len(ids) > MOST_TOKENS or ids.numel() > MOST_PAIRS:
         return None
-    if not isinstance(weights.gate_up, torch.Tensor) or not isinstance(weights.down, torch.Tensor):
+    stored = StoredMatrices.of(weights.gate_up), StoredMatrices.of(weights.down)
+    if not all(one.kind == E4M3.value or one.is_plain for one in stored):
         return None
+    sizes = [item_size if one.is_plain else 1 for one in stored]
     _, hidden, size = weights.down.shape
-    gates, downs = FewTiles.of_gates(hidden, item_size), FewTiles.of_downs(size, ids.shape[1], item_size)
+    gates, downs = FewTiles.of_gates(hidden, sizes[0]), FewTiles.of_downs(size, ids.shape[1], sizes[1])
     return None if gates is None or downs is None else (gates, downs)
 
 
@@ -322,25 +394,26 @@ def multiply_few(
     tiles: tuple[FewTiles, FewTiles],
     pdl: int = 0,
 ) -> torch.Tensor:
-    """Do what `multiply_experts` does, for few tokens and plain weights. `ids` and `factors` are those of `route_rows` just before."""
+    """Do what `multiply_experts` does, for few tokens. `ids` and `factors` are those of `route_rows` just before."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
-    gate_up, down = weights.gate_up, weights.down
-    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor), "quantised weights have other kernels"
-    (num_experts, _, size), (gates, downs) = down.shape, tiles
+    gate_up, down = StoredMatrices.of(weights.gate_up), StoredMatrices.of(weights.down)
+    (num_experts, _, size), (gates, downs) = weights.down.shape, tiles
     assert ids.numel() <= MOST_PAIRS, ids.shape
+    is_on_hopper = is_hopper(x.device)
     activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     pair_gates_kernel[(num_tokens * top_k, triton.cdiv(size, gates.block_n) + (weights.load is not None))](
-        x, gate_up, x if weights.gate_up_bias is None else weights.gate_up_bias, activated, ids,
-        ids if weights.load is None else weights.load, num_tokens * top_k,
+        x, *gate_up.tensors[:2], x if weights.gate_up_bias is None else weights.gate_up_bias, activated, ids,
+        ids if weights.load is None else weights.load, num_tokens * top_k, KIND=gate_up.kind, GROUP=gate_up.group,
         HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None, LIMIT=weights.limit or 0.0,
         TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, num_warps=gates.num_warps,
-        **pdl_options(LATE.value if pdl else 0),
+        BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, HOPPER=is_on_hopper,
+        num_warps=gates.num_warps, **pdl_options(LATE.value if pdl else 0),
     )  # fmt: skip
     out = torch.empty_like(x)
     token_downs_kernel[(num_tokens, triton.cdiv(hidden, downs.block_n))](
-        activated, down, x if weights.down_bias is None else weights.down_bias, out, ids, factors,
-        HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size, HIDDEN=hidden, BLOCK_N=downs.block_n,
-        BLOCK_K=downs.block_k, num_warps=downs.num_warps, **pdl_options(pdl),
+        activated, *down.tensors[:2], x if weights.down_bias is None else weights.down_bias, out, ids, factors,
+        KIND=down.kind, GROUP=down.group, HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size,
+        HIDDEN=hidden, BLOCK_N=downs.block_n, BLOCK_K=downs.block_k, HOPPER=is_on_hopper, num_warps=downs.num_warps,
+        **pdl_options(pdl),
     )  # fmt: skip
     return out

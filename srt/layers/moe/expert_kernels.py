@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from srt.kernels.build.pdl import has_pdl, pdl_for
-from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_choices, multiply_experts
+from srt.kernels.moe.expert_gemm import add_choices, add_choices_and_norm, multiply_choices
 from srt.kernels.moe.few_tokens import MOST_ROUTED_ROWS, multiply_few, route_rows, tiles_of_few
+from srt.kernels.moe.rounded_experts import multiply_rounded, rounds_inputs
 from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_ops import Choice, ExpertOps, ExpertWeights, Router
 
@@ -50,8 +51,7 @@ class ExpertKernels(ExpertOps):
         tiles = tiles_of_few(choice.ids, weights, x.itemsize)
         if tiles is not None:
             return multiply_few(x.contiguous(), choice.ids, choice.weights, weights, tiles, self._pdl(x))
-        pdl = self._pdl_of_tiles(x)
-        return multiply_experts(x.contiguous(), choice.ids, choice.weights, weights, pdl=pdl)
+        return add_choices(self._results(x, choice, weights), len(x), self._pdl_of_tiles(x))
 
     def multiply_and_norm(
         self, hidden: Tensor, x: Tensor, choice: Choice, weights: ExpertWeights, norm_weight: Tensor, eps: float
@@ -59,9 +59,13 @@ class ExpertKernels(ExpertOps):
         """Return (the norm of hidden + what `multiply` returns, that sum); None if other kernels are faster."""
         if not 0 < len(x) <= _MOST_NORMED_ROWS or tiles_of_few(choice.ids, weights, x.itemsize) is not None:
             return None
-        pdl = self._pdl_of_tiles(x)
-        results = multiply_choices(x.contiguous(), choice.ids, choice.weights, weights, pdl=pdl)
-        return add_choices_and_norm(results, hidden.contiguous(), norm_weight, eps, pdl)
+        results = self._results(x, choice, weights)
+        return add_choices_and_norm(results, hidden.contiguous(), norm_weight, eps, self._pdl_of_tiles(x))
+
+    def _results(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
+        """Return the weighted result of each choice of each token."""
+        multiply = multiply_rounded if rounds_inputs(x, weights) else multiply_choices
+        return multiply(x.contiguous(), choice.ids, choice.weights, weights, pdl=self._pdl_of_tiles(x))
 
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0

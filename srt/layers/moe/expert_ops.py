@@ -34,6 +34,8 @@ class StackedMatrices:
     scales: Tensor  # [experts, groups of inputs, outputs]: factors, or the exponents of MXFP4
     zeros: Tensor | None  # [experts, groups of inputs, outputs] int16; None: all are the middle of the range
     group_size: int
+    rounds_inputs: bool = False
+    """Whether inputs may be rounded to e4m3, by each 128 of a row or coarser."""
 
 
 class ExpertMatrices(Protocol):

@@ -62,7 +62,8 @@ class PackedExperts(nn.Module):
         if any(form is not None and form.zeros is not None for form in forms):
             zeros = torch.stack([_zeros_of(weight) for weight in weights])
         numbers, scales = _stack(weights, first.numbers), _stack(weights, first.scales)
-        self._stacked = StackedMatrices(first.kind, numbers, scales, zeros, first.group_size)
+        form = first.kind, numbers, scales, zeros, first.group_size, first.rounds_inputs
+        self._stacked = StackedMatrices(*form)
 
     def multiply(self, expert: int, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b for one expert."""

@@ -140,7 +140,8 @@ class Fp8Weight(LinearWeight):
 
     @property
     def number_form(self) -> NumberForm:
-        return NumberForm("e4m3", "values", "scales", self._group_size)
+        rounds_inputs = self._form.activations != "none"
+        return NumberForm("e4m3", "values", "scales", self._group_size, rounds_inputs=rounds_inputs)
 
     @property
     def _group_size(self) -> int:

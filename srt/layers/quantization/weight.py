@@ -72,6 +72,8 @@ class NumberForm:
     """Inputs that share a scale."""
     zeros: str | None = None
     """Zero points [groups, outputs] int16; None: all are the middle of the range."""
+    rounds_inputs: bool = False
+    """Whether inputs may be rounded to e4m3."""
 
 
 class LinearWeight(nn.Module):

@@ -10,12 +10,14 @@ from srt.kernels.moe import expert_gemm, expert_tiles
 from srt.kernels.moe.expert_gemm import (
     ExpertGemmTiles,
     ProductTiles,
+    add_choices,
     add_choices_and_norm,
     multiply_choices,
     multiply_experts,
 )
 from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.kernels.moe.few_tokens import FewTiles, multiply_few, tiles_of_few
+from srt.kernels.moe.rounded_experts import RoundedTiles, multiply_rounded
 from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, choose
@@ -185,6 +187,36 @@ def test_quantised_weights_are_multiplied_as_what_they_stand_for(kind: str) -> N
     tiles = ExpertGemmTiles(16, ProductTiles(64, 128, 4, 1), ProductTiles(64, 32, 4, 1))
     weights = ExpertWeights(gate_up, down)
     assert error_of(multiply_experts(x, choice.ids.int(), choice.weights, weights, tiles), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by output", "e4m3 by block"])
+def test_one_token_reads_e4m3_numbers(kind: str) -> None:
+    hidden, size = 288, 160
+    gate_up, down = packed_experts(kind, 3, 2 * size, hidden), packed_experts(kind, 3, hidden, size)
+    x, choice = torch.randn(1, hidden), choose(torch.randn(1, 3), Routing(3, 2))
+    expected = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(meant_by(gate_up), meant_by(down)))
+    weights, choice = ExpertWeights(gate_up, down), Choice(choice.ids.int(), choice.weights)
+    tiles = tiles_of_few(choice.ids, weights, 4)
+    assert tiles is not None
+    assert error_of(ExpertKernels(CPU).multiply(x, choice, weights), expected) < 1e-5
+    narrow = FewTiles(4, 128), FewTiles(8, 128)
+    assert error_of(multiply_few(x, choice.ids, choice.weights, weights, narrow), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by output", "e4m3 by block"])
+def test_products_round_inputs_and_activations_by_128(kind: str) -> None:
+    hidden, size = 256, 128
+    gate_up, down = packed_experts(kind, 3, 2 * size, hidden), packed_experts(kind, 3, hidden, size)
+    x, choice = torch.randn(5, hidden), choose(torch.randn(5, 3), Routing(3, 2))
+    weights = ExpertWeights(meant_by(gate_up), meant_by(down))
+    results = multiply_rounded(x, choice.ids.int(), choice.weights, ExpertWeights(gate_up, down), RoundedTiles(16))
+    got = add_choices(results, 5)
+    # The interpreter cuts off what a GPU rounds, so rounding is further off than on a GPU.
+    assert error_of(got, TORCH_EXPERT_OPS.multiply(x, choice, weights)) < 0.1
+    shifted = multiply_rounded(
+        x, (choice.ids.int() + 1) % 3, choice.weights, ExpertWeights(gate_up, down), RoundedTiles(16)
+    )
+    assert error_of(add_choices(shifted, 5), got) > 0.5
 
 
 def test_tiles_are_chosen_for_every_number_of_rows() -> None:
