@@ -78,6 +78,8 @@ class TensorParallel:
         if self._peers is not None and (added := self._peers.add(x)) is not None:
             return added
         parts = self._gather(x)
+        if self.size == 2:
+            return parts[0] + parts[1]  # PyTorch adds in float32 and rounds once
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         total = parts[0].to(wide) + parts[1]
         for part in parts[2:]:
