@@ -24,6 +24,7 @@ from srt.mem_cache.memory_pool import KVHeads, MHATokenToKVPool, MLATokenToKVPoo
 from srt.model_executor.loaded_head import LoadedHead
 from srt.model_executor.memory.device_memory import DeviceMemory
 from srt.model_executor.memory.memory_profile import check_weights
+from srt.model_executor.memory.releasable_memory import releasable_parts
 from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
@@ -150,7 +151,7 @@ def load_model(
     torch.set_float32_matmul_precision("highest")  # float32 never becomes TF32, whatever the environment says
     dtype = resolve_dtype(args, config)
     kv_dtype = dtype if args.kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    memory = DeviceMemory(device)
+    memory = DeviceMemory(device, releasable_parts(device) if args.enable_memory_saver else {})
     library: LibraryCausalLM | LibraryEncoder | None = None
     if config.is_encoder:
         library = LibraryEncoder.build(config, folder, args.model_overrides(), tp, dtype)
@@ -167,7 +168,8 @@ def load_model(
     with torch.inference_mode(), memory.region("weights"):
         loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
         fits, ops = partial(check_weights, device=device), resolve_ops(args, device)
-        model = loader.load_model(config, folder, tp, dtype, device, report_weights, fits, library, ops, stage)
+        with memory.releasable("weights"):
+            model = loader.load_model(config, folder, tp, dtype, device, report_weights, fits, library, ops, stage)
     if library is not None:
         library.check()
     return LoadedModel(

@@ -277,7 +277,8 @@ class TpWorker:
                     gc.freeze()
                 return {"size": size, "num_left": graphs.num_left}
             case LoadWeights() | ReceiveWeights():
-                return {"files": self._runner.update_weights(work, self._note_progress)}
+                update = self._runner.update_weights if self._loan is None else self._loan.update_weights
+                return {"files": update(work, self._note_progress)}
             case InspectWeights():
                 return self._runner.inspect_weights(work, self._note_progress)
             case JoinUpdateGroup():
@@ -287,7 +288,7 @@ class TpWorker:
                 self._runner.update_groups.leave(work.name)
                 return {}
             case ReleaseMemory():
-                return {"num_bytes": self._memory_loan().release(work.tags, work.weights)}
+                return {"num_bytes": self._memory_loan().release(work.tags, work.weights, self._note_progress)}
             case ResumeMemory():
                 self._memory_loan().resume(work.tags, work.weights, self._note_progress)
                 return {}
@@ -342,11 +343,11 @@ def _memory_loan(child: Child, runner: ModelRunner) -> MemoryLoan | None:
     start = child.start
     if not start.args.enable_memory_saver:
         return None
-    from srt.model_executor.memory.memory_loan import MemoryLoan
+    from srt.model_executor.memory.memory_loan import memory_loan
 
-    loan = MemoryLoan(runner, WeightsSource(start.model_folder, start.checkpoint_version))
+    loan = memory_loan(runner, WeightsSource(start.model_folder, start.checkpoint_version))
     if start.ledger.released:
-        loan.release(start.ledger.released, start.ledger.weights)
+        loan.release(start.ledger.released, start.ledger.weights, lambda: None)
     return loan
 
 

@@ -6,7 +6,7 @@ import gc
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -139,9 +139,10 @@ class GraphCapture:
     """Captures work into graphs that share one memory pool. They must be launched one after the other, on the stream that was current
     when they were captured."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        """`pool` is the handle of the memory pool; by default a new one."""
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool or torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         (replay,) = self.pieces(lambda cut: work())

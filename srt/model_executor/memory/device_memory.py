@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
+
+from srt.model_executor.memory.releasable_memory import ReleasablePart, TorchPool
 
 Tag = Literal["weights", "kv_cache", "buffers", "cuda_graph", "activations"]
 
 
 class DeviceMemory:
-    """Counts the bytes that each region keeps."""
+    """Counts the bytes that each region keeps, and knows the parts of the memory that can be released."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parts: Mapping[str, ReleasablePart] | None = None) -> None:
+        """`parts`, by tag, are those that can be released: on a GPU with --enable-memory-saver."""
         self._device = device
         self.num_bytes: dict[Tag, int] = {}
+        self.parts = dict(parts or {})
+        self._pools = {tag: TorchPool(part) for tag, part in self.parts.items()}
+
+    def releasable(self, tag: Tag) -> AbstractContextManager[None]:
+        """Let what this thread allocates inside the block be memory that can be released with `tag`, if any can be."""
+        return self._pools[tag].used() if tag in self._pools else nullcontext()
+
+    def graph_pool(self) -> Any:
+        """Return the handle of a memory pool for graphs."""
+        return self._pools["cuda_graph"].handle() if self._pools else torch.cuda.graph_pool_handle()
 
     @contextmanager
     def region(self, tag: Tag) -> Iterator[None]:

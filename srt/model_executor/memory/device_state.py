@@ -60,7 +60,8 @@ def init_memory_pool(loaded: LoadedModel, nums_pages: list[int], max_request_tok
     tables = ReqToTokenPool(
         args.max_running_requests, max_request_tokens, num_pages, args.page_size, device, groups.windows, window_pages
     )
-    kv_pool = init_kv_pool(loaded, num_pages, window_pages)
+    with loaded.memory.releasable("kv_cache"):
+        kv_pool = init_kv_pool(loaded, num_pages, window_pages)
     if loaded.head is not None:
         kv_pool.features = loaded.head.new_features((num_pages + 1) * args.page_size)
     shard_start = loaded.model.lm_head.shard_start if loaded.stage.is_last else 0  # other stages draw nothing

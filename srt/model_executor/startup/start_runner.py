@@ -83,7 +83,7 @@ def build_runner(
     with loaded.memory.region("kv_cache"):
         state = init_memory_pool(loaded, nums_pages, min(loaded.config.context_length, nums_pages[0] * args.page_size))
     if capture is None and device.type == "cuda" and not args.disable_cuda_graph:
-        capture = GraphCapture(device)
+        capture = GraphCapture(device, loaded.memory.graph_pool())
     if loaded.stage.num_stages > 1 and device.type == "cpu" and capture is None:
         # Stages on a CPU have no fixed buffers, which would save them nothing.
         return new_runner(loaded, state, StepSampler(loaded, state), StepGraphs(loaded))

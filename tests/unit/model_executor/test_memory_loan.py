@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.model_executor.memory.memory_loan import MemoryLoan
+from srt.model_executor.memory.memory_loan import memory_loan
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.engine_work import LoadWeights, WeightsSource
 from srt.utils.checkpoint import version_of
@@ -33,6 +33,10 @@ def source_of(folder: Path) -> WeightsSource:
     return WeightsSource(str(folder), version_of(folder))
 
 
+def idle() -> None:
+    """Report progress to nobody."""
+
+
 def drawn(runner: ModelRunner) -> list[list[int]]:
     runner.reset()
     jobs = [Job([7, 8, 9, n], greedy(6)) for n in range(3)]
@@ -46,13 +50,13 @@ def test_what_comes_back_is_what_was_released(
 ) -> None:
     folder = checkpoint(family)
     runner = make_runner(folder, 16, **options)
-    loan = MemoryLoan(runner, source_of(folder))
+    loan = memory_loan(runner, source_of(folder))
     before, tensors = drawn(runner), [one.detach().clone() for one in runner.loaded.model.parameters()]
     addresses = [one.data_ptr() for one in runner.loaded.model.parameters()]
     for _ in range(2):
-        assert loan.release(ALL, None) > 0
+        assert loan.release(ALL, None, idle) > 0
         assert not all(map(torch.equal, tensors, runner.loaded.model.parameters())), "nothing was given back"
-        loan.resume(ALL, None, lambda: None)
+        loan.resume(ALL, None, idle)
         for one, now in zip(tensors, runner.loaded.model.parameters(), strict=True):
             assert torch.equal(one.float(), now.float())
         assert drawn(runner) == before
@@ -64,9 +68,9 @@ def test_every_rank_takes_its_part_back(checkpoint: CheckpointFactory, tmp_path:
 
     def work(tp: TensorParallel) -> bool:
         runner = make_runner(folder, 16, tp, dtype="float32")
-        loan, before = MemoryLoan(runner, source_of(folder)), drawn(runner)
-        loan.release(ALL, None)
-        loan.resume(ALL, None, lambda: None)
+        loan, before = memory_loan(runner, source_of(folder)), drawn(runner)
+        loan.release(ALL, None, idle)
+        loan.resume(ALL, None, idle)
         return drawn(runner) == before
 
     assert run_ranks(2, tmp_path, work) == [True, True]
@@ -75,27 +79,27 @@ def test_every_rank_takes_its_part_back(checkpoint: CheckpointFactory, tmp_path:
 def test_the_weights_of_an_update_come_back_from_its_folder(checkpoint: CheckpointFactory) -> None:
     old, new = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
     runner = make_runner(old, 16, dtype="float32")
-    loan = MemoryLoan(runner, source_of(old))
-    runner.update_weights(LoadWeights(str(new)), lambda: None)
+    loan = memory_loan(runner, source_of(old))
+    runner.update_weights(LoadWeights(str(new)), idle)
     updated = drawn(runner)
-    loan.release(ALL, source_of(new))
+    loan.release(ALL, source_of(new), idle)
     with pytest.raises(UpdateError, match="were changed"):
-        loan.resume(ALL, WeightsSource(str(new), "another version"), lambda: None)
-    loan.resume(ALL, source_of(new), lambda: None)
+        loan.resume(ALL, WeightsSource(str(new), "another version"), idle)
+    loan.resume(ALL, source_of(new), idle)
     assert drawn(runner) == updated
     with pytest.raises(UpdateError, match="no folder has them"):
-        loan.release(ALL, WeightsSource("", ""))
+        loan.release(ALL, WeightsSource("", ""), idle)
     assert drawn(runner) == updated
 
 
 def test_new_weights_may_come_while_the_old_ones_are_released(checkpoint: CheckpointFactory) -> None:
     old, new = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
     runner = make_runner(old, 16, dtype="float32")
-    loan = MemoryLoan(runner, source_of(old))
-    loan.release(["weights"], None)
+    loan = memory_loan(runner, source_of(old))
+    loan.release(["weights"], None, idle)
     with pytest.raises(UpdateError, match="put the old files back, or call /update_weights_from_disk"):
-        loan.resume(["weights"], WeightsSource(str(old), "another version"), lambda: None)
-    runner.update_weights(LoadWeights(str(new)), lambda: None)
+        loan.resume(["weights"], WeightsSource(str(old), "another version"), idle)
+    loan.update_weights(LoadWeights(str(new)), idle)
     assert drawn(runner) == drawn(make_runner(new, 16, dtype="float32"))
 
 
@@ -111,4 +115,4 @@ def test_options_that_cannot_take_it_back_are_refused_at_the_start(
 ) -> None:
     runner = make_runner(checkpoint("qwen3"), 16, dtype="float32", **options)
     with pytest.raises(StartError, match=sentence):
-        MemoryLoan(runner, source_of(checkpoint("qwen3")))
+        memory_loan(runner, source_of(checkpoint("qwen3")))
