@@ -203,7 +203,12 @@ def save_checkpoint(model: Model, folder: Path, bos_id: int, end_id: int) -> Non
         for name, value in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", model.shape.config(bos_id, end_id))
+    save_config(model.shape, folder, bos_id, end_id)
+
+
+def save_config(shape: Shape, folder: Path, bos_id: int, end_id: int) -> None:
+    """config.json and generation_config.json. Ends of a text are `end_id` and `bos_id`."""
+    _write_json(folder / "config.json", shape.config(bos_id, end_id))
     _write_json(
         folder / "generation_config.json",
         {
