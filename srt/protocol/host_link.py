@@ -9,14 +9,16 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
+import time
 
 from srt.protocol.cluster_key import Signatures, derived
 from srt.protocol.codec import protocol_hash
 from srt.protocol.link_errors import LinkBroken, PeerGone
-from srt.protocol.stream import MessageStream
+from srt.protocol.stream import MessageStream, set_timeout
 from srt.version import __version__
 
 HANDSHAKE_S = 5.0
+HELLO_S = 5.0  # for the first message of a host
 SEND_S = 5  # after which a peer that reads nothing counts as gone
 UNHEARD_MS = 20_000  # likewise a host whose kernel confirms nothing of what was sent; something is, every second
 _MAGIC = b"srt-host"
@@ -28,22 +30,24 @@ class VersionsDiffer(LinkBroken):
 
 
 def open_link(sock: socket.socket, secret: bytes, *, leads: bool) -> MessageStream:
-    """Exchange greetings, within HANDSHAKE_S each.
+    """Exchange greetings, within HANDSHAKE_S.
 
     LinkBroken if the other end is something else, or of another version; PeerGone if it closes or is silent.
     """
     ours = _GREETING.pack(_MAGIC, protocol_hash().encode(), __version__.encode()[:32], secrets.token_bytes(32))
+    until_s = time.monotonic() + HANDSHAKE_S
     sock.settimeout(HANDSHAKE_S)
     try:
         sock.sendall(ours)
-        theirs = _receive(sock, _GREETING.size)
+        theirs = _receive(sock, _GREETING.size, until_s)
     except OSError as error:
         raise PeerGone(str(error)) from error
     magic, their_hash, their_version, _ = _GREETING.unpack(theirs)
     if magic != _MAGIC:
         raise LinkBroken("what answers is not a host of a server")
     if their_hash.rstrip(b"\0").decode(errors="replace") != protocol_hash():
-        version = their_version.rstrip(b"\0").decode(errors="replace")
+        # It has proved nothing yet, and what it says is shown on a terminal.
+        version = "".join(char if char.isprintable() else "?" for char in their_version.rstrip(b"\0").decode("latin-1"))
         raise VersionsDiffer(
             f"it runs srt {version} and this host srt {__version__}, and they do not speak the same protocol"
         )
@@ -64,9 +68,10 @@ def use_with_selector(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
 
 
-def _receive(sock: socket.socket, size: int) -> bytes:
+def _receive(sock: socket.socket, size: int, until_s: float) -> bytes:
     data = b""
     while len(data) < size:
+        set_timeout(sock, until_s)
         part = sock.recv(size - len(data))
         if not part:
             raise PeerGone("the other end was closed")

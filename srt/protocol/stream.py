@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 
 from srt.protocol.cluster_key import Signatures
 from srt.protocol.codec import DecodeError, decode, encode
@@ -59,9 +60,15 @@ class MessageStream:
             message = self._next_in_buffer()
         return message
 
-    def receive_blocking(self) -> Message:
-        """Wait for the next message, and read no byte beyond it, so that a selector on the descriptor notices the one that follows."""
+    def receive_blocking(self, within_s: float | None = None) -> Message:
+        """Wait for the next message, and read no byte beyond it, so that a selector on the descriptor notices the one that follows.
+
+        PeerGone if it has not come whole within `within_s`.
+        """
+        until_s = None if within_s is None else time.monotonic() + within_s
         while (message := self._next_in_buffer()) is None:
+            if until_s is not None:
+                set_timeout(self._socket, until_s)
             self._read(0, self._num_missing())
         return message
 
@@ -116,3 +123,11 @@ class MessageStream:
             )
         self._expected += 1
         return envelope.message
+
+
+def set_timeout(sock: socket.socket, until_s: float) -> None:
+    """Let the next operation wait until then; PeerGone if that time has come. A peer that sends byte by byte gains nothing."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise PeerGone("what it sends takes too long")
+    sock.settimeout(left_s)

@@ -25,7 +25,7 @@ from srt.managers.supervisor.host_facts import difference
 from srt.managers.supervisor.preflight import listen
 from srt.protocol.codec import DecodeError, decode, encode
 from srt.protocol.engine_work import EngineLedger
-from srt.protocol.host_link import VersionsDiffer, open_link, use_with_selector
+from srt.protocol.host_link import HELLO_S, VersionsDiffer, open_link, use_with_selector
 from srt.protocol.host_messages import (
     HostAccepted,
     HostBeat,
@@ -50,6 +50,7 @@ from srt.utils.shared_numbers import SharedNumbers
 
 BEAT_S = 1.0
 SILENT_S = 30.0
+ACCEPT_AGAIN_S = 0.1
 MOST_GREETINGS = 16  # connections at a time that have not proved anything yet
 FRONTENDS, WORKERS, RANKS = 1, 2, 3  # places of a replica's ports behind the one before
 
@@ -100,6 +101,7 @@ class Hosts:
         self._heartbeats: dict[ChildKey, HeartbeatWriter] = {}
         self._counters: dict[str, SharedNumbers] = {}
         self._beat_s = 0.0
+        self._is_closed = False
         self._selector = selectors.DefaultSelector()
         self._wake, self._wake_end = socket.socketpair()
         self._wake.setblocking(False)
@@ -275,7 +277,10 @@ class Hosts:
             try:
                 sock, peer = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                time.sleep(ACCEPT_AGAIN_S)  # who connected has gone, or too many files are open: others may come
+                continue
             if self._greetings.acquire(blocking=False):
                 threading.Thread(target=self._greet, args=(sock, str(peer[0])), name="greeting", daemon=True).start()
             else:
@@ -284,7 +289,7 @@ class Hosts:
     def _greet(self, sock: socket.socket, address: str) -> None:
         try:
             stream = open_link(sock, self._secret, leads=True)
-            hello = stream.receive_blocking()
+            hello = stream.receive_blocking(HELLO_S)
             if not isinstance(hello, HostHello):
                 raise LinkBroken(f"unexpected {type(hello).__name__}")
             use_with_selector(sock)
@@ -326,6 +331,7 @@ class Hosts:
 
     def close(self, reason: str) -> None:
         """Tell all hosts that the server has ended, and leave them."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -86,6 +86,11 @@ def test_other_versions_and_other_programs_are_named(monkeypatch: pytest.MonkeyP
         theirs.sendall(greeting.pack(magic, b"another protocol", b"9.9", bytes(32)))
         with pytest.raises(error, match=words):
             open_link(ours, SECRET, leads=True)
+    ours, theirs = tcp_pair()
+    theirs.sendall(greeting.pack(b"srt-host", b"another protocol", b"9\x1b[2J\n\x9b", bytes(32)))
+    with pytest.raises(VersionsDiffer) as raised:
+        open_link(ours, SECRET, leads=True)
+    assert str(raised.value).isprintable()
     monkeypatch.setattr(host_link, "HANDSHAKE_S", 0.05)
     ours, _silent = tcp_pair()
     with pytest.raises(PeerGone):

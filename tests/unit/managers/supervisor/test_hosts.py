@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ from srt.managers.supervisor import hosts as hosts_module
 from srt.managers.supervisor.events import ChildExited, Event, HostBack, HostLost, LinkLost
 from srt.managers.supervisor.following import join
 from srt.managers.supervisor.hosts import ChildSaid, Hosts
-from srt.protocol.codec import decode, encode
+from srt.protocol import host_link
+from srt.protocol.codec import decode, encode, protocol_hash
 from srt.protocol.engine_work import EngineLedger
 from srt.protocol.host_messages import (
     HostBeat,
@@ -197,6 +200,41 @@ def test_who_says_nothing_keeps_nobody_waiting(world: World) -> None:
     world.join()
     for one in silent:
         one.close()
+
+
+def test_who_sends_byte_by_byte_loses_his_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(hosts_module, "HELLO_S", 0.2)
+    greeting = host_link._GREETING.pack(host_link._MAGIC, protocol_hash().encode(), b"1", bytes(32))
+    slow = [socket.create_connection(world.args.leader_address()) for _ in range(2)]
+    slow[0].sendall(greeting + b"\xff\xff\xff\0")  # the length of a long message
+    waiting = set(slow)
+    for _ in range(500):
+        for one in list(waiting):
+            try:
+                one.sendall(b"s")
+            except OSError:
+                waiting.remove(one)
+        if not waiting:
+            break
+        select.select([], [], [], 0.01)
+    assert not waiting
+    world.join()
+
+
+def test_a_failed_accept_does_not_end_the_wait_for_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, errors = socket.socket.accept, [errno.ECONNABORTED, errno.EMFILE]
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if errors:
+            raise OSError(errors.pop(), "for once")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    world = World(args_of(), tmp_path)
+    world.join()
+    world.hosts.close("")
+    assert not errors
 
 
 def test_a_divided_replica_meets_at_its_first_host(tmp_path: Path) -> None:
