@@ -330,7 +330,7 @@ def with_draft_model(args: ServerArgs, folder: Path) -> ServerArgs:
         check_head(args, draft_folder, ModelConfig.served_from(folder, args))
         return args
     config, draft = ModelConfig.served_from(folder, args), ModelConfig.served_from(draft_folder, draft_model_args(args))
-    draft.check_tp(args.tp_size)
+    draft.check_tp(args.tp_size, args.ep_size)
     option = f"--speculative-draft-model-path {path}"
     if draft.pooling is not None:
         raise StartError(f"{option} does not generate text: choose another model.")

@@ -321,7 +321,7 @@ def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
 
 
 def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
-    qwen3_checkpoint: Path, checkpoint: CheckpointFactory
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
     args = replace(args_for(checkpoint("qwen3_moe")), tp_size=2, ep_size=2)
     check_model(args)
@@ -329,6 +329,12 @@ def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
         check_model(replace(args, device="cuda"))
     with pytest.raises(StartError, match="--ep-size 2 divides the experts of a model, but our layers of this one have"):
         check_model(replace(args, model_path=str(qwen3_checkpoint)))
+    draft = Path(shutil.copytree(args.model_path, tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"num_experts": 9}))
+    drafting = replace(args, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft))
+    with pytest.raises(ModelError, match="--ep-size 2 does not divide the model's 9 experts"):
+        with_draft_model(drafting, Path(args.model_path))
 
 
 def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
