@@ -28,6 +28,7 @@ class HostHello(Wire, frozen=True, tag=110):
     code: str  # hash of the sources
     weights: str  # hash of the checkpoint
     options: dict[str, str]
+    drafts: str = ""  # hash of the checkpoint of the model that drafts, if there is one
 
 
 class HostBeat(Wire, frozen=True, tag=111):

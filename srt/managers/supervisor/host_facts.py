@@ -16,11 +16,13 @@ COMPARED_BYTES = 1 << 16  # of each end of a file: whole configurations, and the
 
 def facts_of(plan: ServerPlan) -> HostHello:
     """Return what this host says of itself when it joins, and what host 0 compares it with."""
+    drafting = plan.args.speculative_draft_model_path  # a folder by now, of the model itself if its own layer drafts
     return HostHello(
         plan.args.node_rank,
         _hash_of(sorted(Path(srt.__file__).parent.rglob("*.py")), Path(srt.__file__).parent),
-        _hash_of(_checkpoint_files(plan.model_folder), plan.model_folder),
+        _hash_of_checkpoint(plan.model_folder),
         {name: str(value) for name, value in plan.args.public_values().items() if name not in OWN_OPTIONS},
+        "" if drafting is None else _hash_of_checkpoint(Path(drafting)),
     )
 
 
@@ -34,12 +36,17 @@ def difference(ours: HostHello, theirs: HostHello) -> str | None:
         return f"Host {theirs.rank} runs other code of srt than host 0: install the same version on both."
     if ours.weights != theirs.weights:
         return f"The checkpoint of host {theirs.rank} differs from that of host 0: copy the same files to both."
+    if ours.drafts != theirs.drafts:
+        return (
+            f"The model of host {theirs.rank} that drafts (--speculative-draft-model-path) differs from that of host 0: copy the"
+            " same files to both."
+        )
     return None
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
+def _hash_of_checkpoint(folder: Path) -> str:
     patterns = (*HUB_PATTERNS, *TORCH_PATTERNS)
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    return _hash_of(sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}), folder)
 
 
 def _hash_of(files: list[Path], folder: Path) -> str:
