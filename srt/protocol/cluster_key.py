@@ -24,7 +24,8 @@ def read_secret(path: str) -> bytes:
         raise StartError(f"--cluster-key-file {path} cannot be read ({error.strerror}).") from error
     if len(secret) < LEAST_SECRET:
         raise StartError(
-            f"--cluster-key-file {path} has {len(secret)} bytes: use at least {LEAST_SECRET} (openssl rand -hex 32 > {path})."
+            f"--cluster-key-file {path} has {len(secret)} bytes: use at least {LEAST_SECRET}"
+            f" (umask 077; openssl rand -hex 32 > {path})."
         )
     return secret
 

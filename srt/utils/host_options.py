@@ -50,7 +50,7 @@ class HostOptions(LoraOptions):
             return
         for name, what in (
             ("dist_init_addr", "HOST:PORT, an address of host 0"),
-            ("cluster_key_file", "FILE, a secret that all hosts have (openssl rand -hex 32 > FILE)"),
+            ("cluster_key_file", "FILE, a secret that all hosts have (umask 077; openssl rand -hex 32 > FILE)"),
         ):
             if getattr(self, name) is None:
                 raise ArgumentError(f"--nnodes {self.nnodes} needs --{name.replace('_', '-')} {what}.")

@@ -102,7 +102,7 @@ def test_a_secret_must_be_long_and_readable(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"cannot be read \(No such file"):
         read_secret(str(path))
     path.write_text("short\n")
-    with pytest.raises(StartError, match="has 5 bytes: use at least 32"):
+    with pytest.raises(StartError, match=r"has 5 bytes: use at least 32 \(umask 077; "):
         read_secret(str(path))
     path.write_text("x" * 32 + "\n")
     assert read_secret(str(path)) == b"x" * 32
