@@ -142,6 +142,8 @@ async def named_weight(body: NamedBody, service: Service) -> list[Any]:
     reply = next(iter(replies.values()))
     check_done(reply)
     parts = {int(str(part["start"])): part for part in _by_rank(reply).values()}  # ranks may have the same part
+    if not parts:
+        raise RequestError(400, f"The model has no tensor {body.name[:200]!r}.")
     rows = [orjson.loads(str(parts[start]["rows"])) for start in sorted(parts)]
     if next(iter(parts.values()))["dim"] == 0:
         return list(itertools.chain.from_iterable(rows))[: body.truncate_size]

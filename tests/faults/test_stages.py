@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 
 from tests.faults.test_replacement import (
     WORKER,
@@ -66,6 +67,17 @@ def test_two_stages_answer_as_one_process(two_stages: ServerProcess, whole: tupl
     check_books(two_stages)
     info = httpx.get(f"{url}/server_info", timeout=END_S).json()
     assert info["internal_states"][0]["world_size"] == 2
+
+
+def test_weights_of_any_stage_are_read_back(two_stages: ServerProcess, folder: Path) -> None:
+    url = f"{url_of(two_stages)}/get_weights_by_name"
+    stored = load_file(folder / "model.safetensors")
+    for layer in (0, 3):
+        name = f"model.layers.{layer}.input_layernorm.weight"
+        answer = httpx.post(url, json={"name": name}, timeout=END_S)
+        assert answer.json() == stored[name][:100].tolist()
+    absent = httpx.post(url, json={"name": "model.absent"}, timeout=END_S)
+    assert absent.status_code == 400 and "has no tensor 'model.absent'" in absent.text
 
 
 @pytest.mark.parametrize("stage_from_the_end", [1, pytest.param(0, marks=pytest.mark.full)])
