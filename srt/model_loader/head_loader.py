@@ -56,11 +56,15 @@ def load_mtp_head(
     """Return this rank's part of the layer that the model's checkpoint has for drafts; ModelError names what it lacks."""
     with torch.device("meta"):
         head = MtpHead(config, embedding, target_head, tp, ops)
-    headers = None
+    headers, ignored = None, [config.prefix + name for name in COPIES]
     if load.load_format != "dummy":
-        whole = read_headers(Path(folder))
-        headers = {name: header for name, header in whole.items() if name.startswith(config.prefix)}
-    _load(head, folder, config.layer, headers, [config.prefix + name for name in COPIES], load, dtype, device)
+        stored = read_headers(Path(folder))
+        headers = {name: header for name, header in stored.items() if name.startswith(config.prefix)}
+        if tp.expert_groups > 1:  # the checkpoint has experts of other groups, too
+            with torch.device("meta"):
+                whole = MtpHead(config, embedding, target_head, TensorParallel(0, 1, None, torch.device("cpu")), ops)
+            ignored += [piece.name for piece in whole.weight_pieces(headers)]
+    _load(head, folder, config.layer, headers, ignored, load, dtype, device)
     return head.eval()
 
 

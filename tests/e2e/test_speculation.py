@@ -113,8 +113,11 @@ def test_servers_of_all_kinds_of_models_answer_as_without_drafts(checkpoint: Che
     check_server(checkpoint, kind, "cpu")
 
 
-def test_a_layer_of_the_checkpoint_drafts_on_two_ranks(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [{}, {"ep_size": 2}], ids=str)
+def test_a_layer_of_the_checkpoint_drafts_on_two_ranks(
+    groups: dict[str, int], checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
     """Its weights are random, so most drafts are wrong."""
     folder = add_mtp_layer(checkpoint("deepseek_v3", num_layers=3, tied=False), tmp_path / "model")
-    drafts = {"tp_size": 2, "speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+    drafts = {"tp_size": 2, **groups, "speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
     assert most_tokens_a_step(folder, "cpu", {}, drafts) >= 1
