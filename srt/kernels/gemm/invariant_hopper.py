@@ -22,7 +22,8 @@ from srt.kernels.gemm.stream_gemm import SMALLEST, Ending, StreamGemm, StreamTil
 _MOST_STREAMED_ROWS: Final = 256
 _MOST_STREAMED_GATED_ROWS: Final = 64
 _FEW_ROWS: Final = 64
-_LONG: Final = 1 << 16  # outputs of an LM head, which the kernel in Triton reads as fast for few rows
+_LONG: Final = 1 << 16  # outputs of an LM head, whose programs cannot all run at once
+_WIDEST_OF_LONG: Final = 232
 _WIDTHS: Final = (128, 160, 192)
 """Widths of tiles of many rows: sums of 128 rows, and their totals, fill the registers of two warpgroups."""
 _FEWEST_STREAMED_W_ROWS: Final = 16
@@ -53,8 +54,8 @@ class HopperProducts:
         """Return x @ weight.T, rounded once; with gates silu(first half of the columns) * second half. `out` may be where to write it."""
         n, k = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
         tiles = _tiles(len(x), n, k, is_gated, self._num_processors, x.device.index) if len(x) else None
-        if isinstance(tiles, StreamTiles) and out is None:
-            return self._stream.multiply(x, weight, tiles)
+        if isinstance(tiles, StreamTiles):
+            return self._stream.multiply(x, weight, tiles, out=out)
         if isinstance(tiles, GatedTiles):
             split = Splits.of(*weight.shape).units * UNIT if tiles.is_parted else 0
             return self._gated.multiply(x, weight, tiles, split, out)
@@ -74,7 +75,7 @@ def _tiles(
     num_rows: int, n: int, k: int, is_gated: bool, num_processors: int, device: int
 ) -> StreamTiles | GatedTiles | None:
     if n >= _LONG and num_rows <= 2 * _FEW_ROWS:
-        return None
+        return head_tiles(num_rows, n, k, num_processors) if num_rows <= _FEW_ROWS else None
     most = _MOST_STREAMED_GATED_ROWS if is_gated else _MOST_STREAMED_ROWS
     if num_rows <= most and n < _LONG:
         return stream_tiles(num_rows, n, k, is_gated, num_processors, partial(_clusters_at_once, device))
@@ -101,6 +102,19 @@ def stream_tiles(
         widths = range(ending.columns(_FEWEST_STREAMED_W_ROWS), WIDEST_LOAD + 1, 8)
         narrow = (StreamTiles(StreamTiles.padded(num_rows), width, splits, 1, ending) for width in widths)
         tiles = next(filter(fits, narrow), None)
+    return None if tiles is None else tiles.with_stages(k)
+
+
+def head_tiles(num_rows: int, n: int, k: int, num_processors: int) -> StreamTiles | None:
+    """Return tiles for an LM head: as wide as may be, with work for all multiprocessors in the last wave, too."""
+    if Splits.of(n, k).num > 1:
+        return None
+    wide = (StreamTiles(StreamTiles.padded(num_rows), width, 1, 1) for width in range(_WIDEST_OF_LONG, 120, -8))
+    tiles = min(
+        (one for one in wide if one.fits(num_rows, n, k)),
+        key=lambda one: -(-one.count(num_rows, n) // num_processors) * one.width,
+        default=None,
+    )
     return None if tiles is None else tiles.with_stages(k)
 
 

@@ -444,12 +444,15 @@ class StreamGemm:
         weight: torch.Tensor | PackedMatrix,
         tiles: StreamTiles,
         residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x @ weight.T + residual, rounded once; with gated tiles silu(first half of the columns) * second half."""
+        """Return x @ weight.T + residual, rounded once; with gated tiles silu(first half of the columns) * second half.
+
+        The result is written to `out` if given.
+        """
         assert not tiles.ending.is_weighted and not tiles.ending.head_dim
-        return self._launch(
-            x, weight, tiles, weight.shape[0], _Ending(residual=_checked(residual, tiles.ending.has_residual))
-        )
+        ending = _Ending(residual=_checked(residual, tiles.ending.has_residual))
+        return self._launch(x, weight, tiles, weight.shape[0], ending, out)
 
     def multiply_weighted(
         self,
@@ -507,6 +510,7 @@ class StreamGemm:
         tiles: StreamTiles,
         out_width: int,
         ending: _Ending,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert tiles.ending.is_scaled == isinstance(x, Weighted)
         if isinstance(x, Weighted):
@@ -517,7 +521,9 @@ class StreamGemm:
         halves = 2 if tiles.ending.is_gated else 1
         n = weight.shape[0] // halves
         assert weight.shape[1] == k
-        out = torch.empty((num_rows, out_width // halves), dtype=x.dtype, device=x.device)
+        shape = num_rows, out_width // halves
+        out = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+        assert out.shape == shape and out.dtype is x.dtype and out.is_contiguous(), (out.shape, out.dtype)
         rounded = x_scales = None  # what is rounded here lives until the launch
         if isinstance(weight, PackedMatrix):
             numbers, scale_maps = weight.numbers.view(torch.bfloat16), _scale_maps(weight, tiles)

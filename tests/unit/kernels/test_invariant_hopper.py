@@ -7,7 +7,7 @@ import pytest
 from srt.kernels.build.cuda_source import compile_source
 from srt.kernels.build.hopper import ARCHITECTURE, Variant
 from srt.kernels.gemm.invariant_gemm import UNIT, Splits
-from srt.kernels.gemm.invariant_hopper import can_serve, many_row_tiles, stream_tiles
+from srt.kernels.gemm.invariant_hopper import can_serve, head_tiles, many_row_tiles, stream_tiles
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 24, 6: 17, 8: 15}
@@ -38,6 +38,16 @@ def test_all_programs_of_few_rows_run_at_once_and_have_the_splits_of_the_product
     assert num_clusters <= CLUSTERS.get(tiles.splits, PROCESSORS) and num_clusters * tiles.splits <= PROCESSORS
     assert num_rows > 64 or num_clusters * tiles.splits >= 0.7 * PROCESSORS
     assert tiles.stages >= 2 and tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
+
+
+@pytest.mark.parametrize("num_rows", [1, 33, 64])
+@pytest.mark.parametrize(("n", "k"), [(151_936, 1024), (151_936, 4096), (128_256, 4096)])
+def test_an_lm_head_leaves_few_processors_without_work(n: int, k: int, num_rows: int) -> None:
+    tiles = head_tiles(num_rows, n, k, PROCESSORS)
+    assert tiles is not None and tiles.splits == 1 and tiles.stages >= 4
+    waves = -(-tiles.count(num_rows, n) // PROCESSORS)
+    assert n >= 0.95 * waves * PROCESSORS * tiles.width
+    assert tiles.shared_bytes + 4 * tiles.rows <= SHARED_BYTES - 1024
 
 
 @pytest.mark.parametrize("num_rows", [257, 300, 512, 2048, 8192])
