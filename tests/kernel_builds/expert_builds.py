@@ -281,6 +281,7 @@ def _product(
             "BLOCK_M": block_m,
             "BLOCK_N": tiles.block_n,
             "BLOCK_K": tiles.block_k,
+            "SWAP": tiles.is_swapped,
             "DOT": dot_dtype(dtype),
             **_PDL,
         },

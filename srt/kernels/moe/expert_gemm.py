@@ -34,6 +34,8 @@ class ProductTiles:
     block_k: int
     num_warps: int
     num_stages: int
+    is_swapped: bool = False
+    """Whether the weights are the first operand: for few rows, of which the tensor cores of Hopper take 8 and more as the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,21 @@ class ExpertGemmTiles:
 
         `has_room` says that programs have the shared memory of Hopper, and that weights are plain.
         """
-        mean = num_pairs / num_experts
+        mean, is_hopper = num_pairs / num_experts, has_room and item_size == 2
         if mean <= 16:
             block_m = 16 if mean <= 4 else 32
+            if is_hopper and num_pairs > 32:
+                downs = ProductTiles(128, 128, 4, 3, True) if block_m == 16 else ProductTiles(128, 64, 4, 5, True)
+                return cls(block_m, ProductTiles(64, 128, 4, 4, True), downs)
             if has_room and num_pairs <= 64:
                 both = ProductTiles(64, 256 // item_size, 4, 4)
                 return cls(block_m, both, both)
             few = ProductTiles(32 if num_pairs > 64 else 16, 256 // item_size, 4, 4)
             return cls(block_m, few, ProductTiles(64 if num_pairs > 64 else 32, 256 // item_size, 4, 4))
+        if is_hopper and mean <= 64:
+            return cls(64, ProductTiles(128, 64, 4, 4), ProductTiles(128, 64, 4, 3))
+        if is_hopper:
+            return cls(128, ProductTiles(128, 64, 8, 4), ProductTiles(256, 64, 8, 4))
         block_m, warps = (64, 4) if mean <= 48 else (128, 8)
         return cls(block_m, ProductTiles(64, 128 // item_size, warps, 3), ProductTiles(128, 128 // item_size, warps, 3))
 
@@ -96,6 +105,7 @@ def expert_gates_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,  # compute the product of the weights and x's columns
     DOT: tl.constexpr,
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
@@ -119,10 +129,20 @@ def expert_gates_kernel(
         gate_at = of_expert + columns[None, :] * WIDTH
         groups_at = expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + columns
         scales_at, zeros_at = scales_ptr + groups_at, zeros_ptr + groups_at
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        IS_SWAPPED: tl.constexpr = SWAP and KIND == PLAIN
+        gate = tl.zeros((BLOCK_N, BLOCK_M) if IS_SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M) if IS_SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(0, HIDDEN, BLOCK_K):
-            if KIND >= INT4:
+            if IS_SWAPPED:
+                k = begin + tl.arange(0, BLOCK_K)[None, :]
+                weight_at = of_expert + columns[:, None] * HIDDEN + k
+                x = tl.load(x_at + k, mask=is_row[:, None] & (k < HIDDEN), other=0.0).to(DOT)
+                is_weight = (columns < SIZE)[:, None] & (k < HIDDEN)
+                gates = tl.load(weight_at, mask=is_weight, other=0.0).to(DOT)
+                ups = tl.load(weight_at + SIZE * HIDDEN, mask=is_weight, other=0.0).to(DOT)
+                gate = tl.dot(gates, tl.trans(x), gate, input_precision="ieee")
+                up = tl.dot(ups, tl.trans(x), up, input_precision="ieee")
+            elif KIND >= INT4:
                 byte = tl.arange(0, BLOCK_K // 2)
                 k = begin + byte // 16 * 32 + byte % 16
                 inside = k < HIDDEN
@@ -158,6 +178,8 @@ def expert_gates_kernel(
                         up, x, at + SIZE * WIDTH, is_weight, scales_at + SIZE, zeros_at + SIZE,
                         columns < SIZE, begin, KIND, HAS_ZEROS, HIDDEN, 2 * SIZE, GROUP, BLOCK_K, DOT, HOPPER,
                     )  # fmt: skip
+        if IS_SWAPPED:
+            gate, up = tl.trans(gate), tl.trans(up)
         if HAS_BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + columns
             gate += tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
@@ -189,6 +211,7 @@ def expert_downs_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
     DOT: tl.constexpr,
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
@@ -211,9 +234,16 @@ def expert_downs_kernel(
         weight_at = of_expert + columns[None, :] * WIDTH
         groups_at = expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + columns
         scales_at, zeros_at = scales_ptr + groups_at, zeros_ptr + groups_at
-        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        IS_SWAPPED: tl.constexpr = SWAP and KIND == PLAIN
+        sums = tl.zeros((BLOCK_N, BLOCK_M) if IS_SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin in range(0, SIZE, BLOCK_K):
-            if KIND >= INT4:
+            if IS_SWAPPED:
+                k = begin + tl.arange(0, BLOCK_K)[None, :]
+                is_weight = (columns < HIDDEN)[:, None] & (k < SIZE)
+                weight = tl.load(of_expert + columns[:, None] * SIZE + k, mask=is_weight, other=0.0).to(DOT)
+                x = tl.load(x_at + k, mask=is_row[:, None] & (k < SIZE), other=0.0).to(DOT)
+                sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+            elif KIND >= INT4:
                 byte = tl.arange(0, BLOCK_K // 2)
                 k = begin + byte // 16 * 32 + byte % 16
                 inside = k < SIZE
@@ -237,6 +267,8 @@ def expert_downs_kernel(
                         sums, x, weight_at + k[:, None], is_weight, scales_at, zeros_at, columns < HIDDEN, begin,
                         KIND, HAS_ZEROS, SIZE, HIDDEN, GROUP, BLOCK_K, DOT, HOPPER,
                     )  # fmt: skip
+        if IS_SWAPPED:
+            sums = tl.trans(sums)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
             sums += bias.to(tl.float32)[None, :]
@@ -422,6 +454,7 @@ def _options(tiles: ProductTiles) -> dict[str, int]:
     return {
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
+        "SWAP": tiles.is_swapped,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

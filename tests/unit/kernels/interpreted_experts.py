@@ -26,6 +26,7 @@ from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
 CPU = torch.device("cpu")
 SMALL = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1), ProductTiles(32, 16, 4, 1))
+SWAPPED = ExpertGemmTiles(16, ProductTiles(16, 32, 4, 1, True), ProductTiles(32, 16, 4, 1, True))
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +102,12 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
     assert covered == list(range(2 * num_tokens))
 
 
-@pytest.mark.parametrize(("num_tokens", "is_few"), [(14, False), (3, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles"), [(14, SMALL), (14, SWAPPED), (3, None)], ids=["tiles", "swapped", "few"]
+)
 @pytest.mark.parametrize(("dtype", "tolerance", "limit"), [(torch.float32, 1e-5, 2.0), (torch.bfloat16, 1.5e-2, None)])
 def test_products_are_those_of_each_tokens_experts(
-    dtype: torch.dtype, tolerance: float, limit: float | None, num_tokens: int, is_few: bool
+    dtype: torch.dtype, tolerance: float, limit: float | None, num_tokens: int, tiles: ExpertGemmTiles | None
 ) -> None:
     """Neither the features of an expert nor the hidden size fill the last tile. With a limit there are biases."""
     x = torch.randn(num_tokens, 40).to(dtype)
@@ -123,9 +126,9 @@ def test_products_are_those_of_each_tokens_experts(
     expected = TORCH_EXPERT_OPS.multiply(x.float(), choice, wide)
 
     def product(ids: Tensor, factors: Tensor) -> Tensor:
-        if is_few:
+        if tiles is None:
             return multiply_few(x, ids.int(), factors, weights, (FewTiles(4, 32), FewTiles(8, 16)))
-        return multiply_experts(x, ids.int(), factors, weights, SMALL)
+        return multiply_experts(x, ids.int(), factors, weights, tiles)
 
     assert error_of(product(choice.ids, choice.weights), expected) < tolerance
     assert torch.equal(product(choice.ids, choice.weights), product(choice.ids, choice.weights))
@@ -222,3 +225,8 @@ def test_products_round_inputs_and_activations_by_128(kind: str) -> None:
 def test_tiles_are_chosen_for_every_number_of_rows() -> None:
     chosen = [expert_gemm.ExpertGemmTiles.choose(8 * rows, 128, 2).block_m for rows in (1, 64, 256, 600, 8192)]
     assert chosen == [16, 16, 32, 64, 128]
+    hopper = [
+        expert_gemm.ExpertGemmTiles.choose(8 * rows, 128, 2, has_room=True) for rows in (4, 5, 64, 256, 1024, 1025)
+    ]
+    assert [tiles.block_m for tiles in hopper] == [16, 16, 16, 32, 64, 128]
+    assert [tiles.gates.is_swapped for tiles in hopper] == [False, True, True, True, False, False]
