@@ -15,7 +15,7 @@ from srt.kernels.moe.expert_gemm import (
     expert_gates_kernel,
     sum_choices_kernel,
 )
-from srt.kernels.moe.expert_tiles import count_pairs_kernel, cut_tiles_kernel
+from srt.kernels.moe.expert_tiles import count_blocks_kernel, count_pairs_kernel, place_pairs_kernel
 from srt.kernels.moe.few_tokens import (
     MOST_PAIRS,
     FewTiles,
@@ -32,7 +32,9 @@ from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 _PDL: dict[str, Any] = {"PDL": True}
 _LAUNCH: dict[str, Any] = {"launch_pdl": True}
 EXPERTS, TOP_K, SIZE, HIDDEN = 128, 8, 768, 2048
-_TABLE = dict.fromkeys(("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "starts_ptr"), "*i32")
+_TABLE = dict.fromkeys(
+    ("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "counts_ptr", "starts_ptr"), "*i32"
+)
 
 
 def expert_builds() -> list[KernelBuild]:
@@ -113,14 +115,24 @@ def _choices() -> list[KernelBuild]:
 
 def _tables() -> list[KernelBuild]:
     builds = []
-    for kernel in (count_pairs_kernel, cut_tiles_kernel):
+    for kernel in (count_pairs_kernel, count_blocks_kernel, place_pairs_kernel):
         types = {name: kind for name, kind in _TABLE.items() if name in kernel.arg_names}
-        types |= {name: "i32" for name in ("num_pairs", "most") if name in kernel.arg_names}
+        types |= {name: "i32" for name in ("num_pairs", "num_blocks", "most") if name in kernel.arg_names}
         types |= {"load_ptr": "*i64"} if "load_ptr" in kernel.arg_names else {}
-        constants = {"HAS_LOAD": True, "NUM_EXPERTS": EXPERTS, "BLOCK_E": 128, "BLOCK_M": 16, "BLOCK": 32, "CHUNK": 128}
+        constants = {
+            "HAS_LOAD": True,
+            "NUM_EXPERTS": EXPERTS,
+            "BLOCK_E": 128,
+            "BLOCK_M": 16,
+            "BLOCK": 32,
+            "CHUNK": 128,
+            "BLOCK_PAIRS": 512,
+            "AT_ONCE": 16,
+        }
         constants |= _PDL
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        builds.append(KernelBuild(f"{kernel.__name__.removesuffix('_kernel')}[]", kernel, types, constants, _LAUNCH))
+        name = kernel.__name__.removesuffix("_kernel")
+        builds.append(KernelBuild(f"{name}[]", kernel, types, constants, {"num_warps": 8, **_LAUNCH}))
     return builds
 
 

@@ -17,10 +17,12 @@ import triton.language as tl
 from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
-MOST_COUNTED_PAIRS: Final = 4096
-"""With more pairs, sorting is faster than counting for each pair those before it."""
+MOST_COUNTED_PAIRS: Final = 1024
+"""With more pairs, they are counted by blocks first, so that each is compared with those of its own block only."""
 _BLOCK: Final = 32
 _CHUNK: Final = 128
+_BLOCK_PAIRS: Final = 512  # pairs of a block
+_AT_ONCE: Final = 16  # pairs, or blocks, that a program compares with its own, or adds up, at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class ExpertTiles:
     def sort(
         cls, ids: torch.Tensor, num_experts: int, block_m: int, load: torch.Tensor | None = None, pdl: int = 0
     ) -> ExpertTiles:
-        """Sort the pairs by their experts, ids [tokens, top_k] i32, and add them to the load. Never waits for the device."""
+        """Sort the pairs by their experts, ids [tokens, top_k] i32, and add them to the load. Never waits for the device.
+
+        The number of experts stands for none: such pairs come last, and no tile has them.
+        """
         num_pairs, device = ids.numel(), ids.device
         most = num_pairs // block_m + min(num_pairs, num_experts)
         experts, firsts, ends = (torch.empty(most, dtype=torch.int32, device=device) for _ in range(3))
@@ -50,21 +55,18 @@ class ExpertTiles:
                 HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes, **pdl_options(pdl)
             )  # fmt: skip
         else:
-            ordered, by_expert = torch.sort(ids.flatten(), stable=True)
-            pairs = by_expert.to(torch.int32)
-            starts = torch.searchsorted(
-                ordered, torch.arange(num_experts + 1, dtype=torch.int32, device=device), out_int32=True
-            )
-            cut_tiles_kernel[(triton.cdiv(most, _BLOCK),)](
-                starts,
-                experts,
-                firsts,
-                ends,
-                starts if load is None else load,
-                most,
-                HAS_LOAD=load is not None,
-                **sizes,
-            )
+            pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+            num_blocks = triton.cdiv(num_pairs, _BLOCK_PAIRS)
+            counts = torch.empty((num_blocks, sizes["BLOCK_E"]), dtype=torch.int32, device=device)
+            count_blocks_kernel[(num_blocks,)](
+                ids, counts, num_pairs, NUM_EXPERTS=num_experts, BLOCK_E=sizes["BLOCK_E"], BLOCK_PAIRS=_BLOCK_PAIRS,
+                AT_ONCE=_AT_ONCE, num_warps=8,
+            )  # fmt: skip
+            place_pairs_kernel[(num_blocks + triton.cdiv(most, _BLOCK),)](
+                ids, counts, torch.empty_like(counts), pairs, experts, firsts, ends, ids if load is None else load,
+                num_pairs, num_blocks, most, HAS_LOAD=load is not None, BLOCK_PAIRS=_BLOCK_PAIRS, AT_ONCE=_AT_ONCE,
+                num_warps=8, **sizes,
+            )  # fmt: skip
         return cls(pairs, experts, firsts, ends, block_m)
 
 
@@ -160,26 +162,81 @@ def count_pairs_kernel(
         _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
 
 
-@kernel(one_variant_for=("most",))
-def cut_tiles_kernel(
-    starts_ptr: tl.tensor,
+@kernel(one_variant_for=("num_pairs",))
+def count_blocks_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,  # [blocks, BLOCK_E]
+    num_pairs: int,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:
+    """Each program counts the pairs of each expert in one block of pairs."""
+    experts = tl.arange(0, BLOCK_E)
+    found = tl.zeros((BLOCK_E, AT_ONCE), dtype=tl.int32)
+    for begin in range(0, BLOCK_PAIRS, AT_ONCE):
+        pairs = tl.program_id(0) * BLOCK_PAIRS + begin + tl.arange(0, AT_ONCE)
+        expert = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)
+        found += (expert[None, :] == experts[:, None]).to(tl.int32)
+    counts = tl.where(experts < NUM_EXPERTS, tl.sum(found, axis=1), 0)
+    tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + experts, counts)
+
+
+@kernel(one_variant_for=("num_pairs", "num_blocks", "most"))
+def place_pairs_kernel(
+    ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,  # [blocks, BLOCK_E]: what `count_blocks_kernel` counted
+    starts_ptr: tl.tensor,  # [blocks, BLOCK_E]: the place of the first pair of each expert in each block
+    pairs_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     load_ptr: tl.tensor,
+    num_pairs: int,
+    num_blocks: int,
     most: int,
     HAS_LOAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> None:
-    """Each program writes BLOCK tiles of the table, given the first row of each expert and the end of the last."""
-    experts = tl.arange(0, BLOCK_E)
-    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    ends = tl.load(starts_ptr + experts + 1, mask=experts < NUM_EXPERTS, other=0)
-    if HAS_LOAD:
-        if tl.program_id(0) == 0:
-            add_step_to_load(ends - starts, load_ptr, NUM_EXPERTS, BLOCK_E)
-    tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    _write_tiles(starts, ends - starts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+    """The first programs write the places of a block of pairs each. The others write BLOCK tiles each.
+
+    The first of those adds to the load.
+    """
+    own_block, experts = tl.program_id(0), tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    before = tl.zeros((BLOCK_E,), dtype=tl.int32)  # in the blocks before
+    for begin in range(0, num_blocks, AT_ONCE):
+        blocks = begin + tl.arange(0, AT_ONCE)[:, None]
+        some = tl.load(counts_ptr + blocks * BLOCK_E + experts[None, :], mask=blocks < num_blocks, other=0)
+        counts += tl.sum(some, axis=0)
+        before += tl.sum(tl.where(blocks < own_block, some, 0), axis=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    if own_block < num_blocks:
+        pairs = own_block * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
+        own = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)
+        own_starts = starts_ptr + own_block * BLOCK_E
+        tl.store(own_starts + experts, starts + before)
+        before_own = tl.zeros((BLOCK_PAIRS, AT_ONCE), dtype=tl.int32)
+        for begin in range(0, BLOCK_PAIRS, AT_ONCE):
+            others = own_block * BLOCK_PAIRS + begin + tl.arange(0, AT_ONCE)[None, :]
+            expert = tl.load(ids_ptr + others, mask=others < num_pairs, other=NUM_EXPERTS)
+            before_own += ((expert == own[:, None]) & (others < pairs[:, None])).to(tl.int32)
+        tl.debug_barrier()  # all threads have stored the places that are read now
+        # The number of experts stands for none. These pairs come last; all others of the blocks before have been counted.
+        of_none = tl.sum(counts, axis=0) + own_block * BLOCK_PAIRS - tl.sum(before, axis=0)
+        is_expert = own < NUM_EXPERTS
+        start = tl.where(is_expert, tl.load(own_starts + own, mask=is_expert, other=0), of_none)
+        tl.store(pairs_ptr + start + tl.sum(before_own, axis=1), pairs, mask=pairs < num_pairs)
+    else:
+        number = own_block - num_blocks
+        if HAS_LOAD:
+            if number == 0:
+                add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
+        tiles = number * BLOCK + tl.arange(0, BLOCK)
+        _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)

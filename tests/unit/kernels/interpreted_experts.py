@@ -87,6 +87,7 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
 ) -> None:
     """Experts 0 and 4 have no tokens, and expert 2 has most."""
     monkeypatch.setattr(expert_tiles, "MOST_COUNTED_PAIRS", most_counted)
+    monkeypatch.setattr(expert_tiles, "_BLOCK_PAIRS", 16)
     ids = torch.tensor([1, 2, 2, 3, 2, 5, 6])[torch.randint(7, (num_tokens, 2))].int()
     load = torch.tensor([5] * 7 + [1, 1])
     tiles = ExpertTiles.sort(ids, 7, 16, load)
@@ -100,6 +101,17 @@ def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
         assert all(ids.flatten()[tiles.pairs[row]] == expert for row in rows)
         covered += rows
     assert covered == list(range(2 * num_tokens))
+
+
+@pytest.mark.parametrize("most_counted", [0, expert_tiles.MOST_COUNTED_PAIRS])
+@pytest.mark.parametrize("num_experts", [7, 8])
+def test_pairs_of_no_expert_come_last(num_experts: int, most_counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_tiles, "MOST_COUNTED_PAIRS", most_counted)
+    monkeypatch.setattr(expert_tiles, "_BLOCK_PAIRS", 16)
+    ids = torch.randint(num_experts + 1, (50, 1)).int()
+    tiles = ExpertTiles.sort(ids, num_experts, 16)
+    assert tiles.pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
+    assert int((tiles.ends - tiles.firsts).clamp(min=0).sum()) == int((ids < num_experts).sum())
 
 
 @pytest.mark.parametrize(
