@@ -35,6 +35,11 @@ def derived(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, purpose.encode(), "sha256")
 
 
+def secret_of_run(secret: bytes, run: str) -> bytes:
+    """Return what the processes of one run of a server have in place of the secret."""
+    return derived(secret, f"run {run}")
+
+
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
     """Secret halves of the CURVE keys of a socket's two ends, 32 bytes each."""

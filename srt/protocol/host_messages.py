@@ -11,7 +11,7 @@ from srt.protocol.wire import Wire
 class MeetingPoints(Wire, frozen=True):
     """Where a process meets those of other hosts. An empty address means a socket or file in the run folder of its own host."""
 
-    secret: bytes  # that all hosts have
+    secret: bytes  # of this run of the server, made of that which all hosts have
     address: str  # of this host, which others can reach
     frontends: list[str]  # by replica: where its scheduler meets the frontends
     workers: str = ""  # where the scheduler of this process' replica meets its workers
@@ -75,7 +75,7 @@ class HostRefused(Wire, frozen=True, tag=116):
 
 
 class HostSpawn(Wire, frozen=True, tag=117):
-    """Start a child. `frontends`, `workers` and `ranks` are those of MeetingPoints."""
+    """Start a child. `frontends`, `workers` and `ranks` are those of MeetingPoints, and its secret is derived for `run`."""
 
     role: str
     index: int
@@ -87,6 +87,7 @@ class HostSpawn(Wire, frozen=True, tag=117):
     frontends: list[str]
     workers: str
     ranks: str
+    run: str
 
 
 class HostTell(Wire, frozen=True, tag=118):

@@ -23,6 +23,7 @@ from srt.managers.supervisor.progress_display import ProgressDisplay
 from srt.managers.supervisor.run_dir import RunDir, must_be_written
 from srt.managers.supervisor.signal_pipe import STOP_SIGNALS, SignalPipe
 from srt.managers.supervisor.systemd import ServiceManager
+from srt.protocol.cluster_key import secret_of_run
 from srt.protocol.codec import DecodeError, decode, encode
 from srt.protocol.host_link import VersionsDiffer, open_link, use_with_selector
 from srt.protocol.host_messages import (
@@ -221,7 +222,9 @@ class FollowingSupervisor:
             checkpoint_version=self._checkpoint_version,
             replica=key.replica,
             ledger=order.ledger,
-            meeting=MeetingPoints(self._secret, self._address, order.frontends, order.workers, order.ranks),
+            meeting=MeetingPoints(
+                secret_of_run(self._secret, order.run), self._address, order.frontends, order.workers, order.ranks
+            ),
         )
         with contextlib.suppress(PeerGone):  # its exit is noticed like any other
             stream.send(start)

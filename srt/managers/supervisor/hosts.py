@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import selectors
 import socket
 import threading
@@ -23,6 +24,7 @@ from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.supervisor.events import ChildExited, Event, HostBack, HostLost, LinkLost
 from srt.managers.supervisor.host_facts import difference
 from srt.managers.supervisor.preflight import listen
+from srt.protocol.cluster_key import secret_of_run
 from srt.protocol.codec import DecodeError, decode, encode
 from srt.protocol.engine_work import EngineLedger
 from srt.protocol.host_link import HELLO_S, VersionsDiffer, open_link, use_with_selector
@@ -91,6 +93,8 @@ class Hosts:
         """Listen at --dist-init-addr. `children` are the processes of all other hosts. StartError if the address cannot be taken."""
         self.children = tuple(children)
         self._args, self._facts, self._secret, self._run_dir = args, facts, secret, run_dir
+        # Generations start again with each run: a process that an earlier one left behind must not be taken for one of this.
+        self._run = secrets.token_hex(16)
         host, self._port = args.leader_address()
         self._listener = _listen(host, self._port)
         self._addresses = {0: self._listener.getsockname()[0]}  # by host, the latest
@@ -136,7 +140,7 @@ class Hosts:
     def meeting(self, child: ChildKey) -> MeetingPoints:
         """Return where a process of host 0 meets those of other hosts."""
         frontends, workers, ranks = self._places(child)
-        return MeetingPoints(self._secret, self._addresses[0], frontends, workers, ranks)
+        return MeetingPoints(secret_of_run(self._secret, self._run), self._addresses[0], frontends, workers, ranks)
 
     def frontend_address(self, replica: int) -> str:
         """Return where frontends meet the scheduler of a replica; empty if it is on this host."""
@@ -316,7 +320,7 @@ class Hosts:
     ) -> None:
         """Start a process on its host. Those of a host that is gone are started when it is back, by the Replacer's order."""
         words = (child.role, child.index, child.replica, generation, num_frontends, num_tokens, ledger)
-        self._send(child, HostSpawn(*words, *self._places(child)))
+        self._send(child, HostSpawn(*words, *self._places(child), self._run))
 
     def tell(self, child: ChildKey, message: Message) -> None:
         self._send(child, HostTell(child.role, child.index, encode(message, 0, 0)))

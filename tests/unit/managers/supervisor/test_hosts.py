@@ -21,6 +21,7 @@ from srt.managers.supervisor.events import ChildExited, Event, HostBack, HostLos
 from srt.managers.supervisor.following import join
 from srt.managers.supervisor.hosts import ChildSaid, Hosts
 from srt.protocol import host_link
+from srt.protocol.cluster_key import secret_of_run
 from srt.protocol.codec import decode, encode, protocol_hash
 from srt.protocol.engine_work import EngineLedger
 from srt.protocol.host_messages import (
@@ -111,7 +112,9 @@ def test_a_host_joins_hears_orders_and_is_heard(world: World) -> None:
     world.hosts.kill(worker)
     start, tell, kill = (host.receive_blocking() for _ in range(3))
     port = world.args.leader_address()[1]
-    assert start == HostSpawn("worker", 1, 1, 2, 1, 0, EngineLedger(), ["", f"127.0.0.1:{port + 4}"], "", "")
+    assert start == HostSpawn(
+        "worker", 1, 1, 2, 1, 0, EngineLedger(), ["", f"127.0.0.1:{port + 4}"], "", "", world.hosts._run
+    )
     assert isinstance(tell, HostTell) and decode(tell.message).message == Stop(1.0)
     assert kill == HostKill("worker", 1)
 
@@ -125,6 +128,15 @@ def test_a_host_joins_hears_orders_and_is_heard(world: World) -> None:
     assert [world.next_news(), world.next_news()] == [LinkLost(worker, None), ChildExited(worker, -9)]
     world.hosts.close("")
     assert host.receive_blocking() == HostEnd("")
+
+
+def test_no_process_of_another_run_has_the_same_secret(world: World, tmp_path: Path) -> None:
+    frontend = ChildKey("frontend", 0)
+    again = World(args_of(), tmp_path)
+    found = [one.hosts.meeting(frontend).secret for one in (world, world, again)]
+    assert found[0] == found[1] == secret_of_run(SECRET, world.hosts._run)
+    assert found[2] not in (found[0], SECRET) and found[0] != SECRET
+    again.hosts.close("")
 
 
 def test_a_host_that_goes_is_lost_and_may_come_back(world: World) -> None:
