@@ -28,6 +28,7 @@ from srt.model_executor.startup.warm_up import (
     num_distinct_layers,
     run_requests,
     run_to_the_end,
+    short_chunks,
     warm_up_requests,
 )
 from srt.model_executor.step.step_sampler import RowSampler
@@ -94,7 +95,8 @@ def _go_through_steps(
         trial.reset()
         decodes = DecodeRunner.of(loaded, state, None, None)
         runner = new_runner(loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes))
-        run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
+        short = short_chunks(loaded.attention.prefill)
+        run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size, short))
         mask_something(runner)
     if not record.is_complete:
         later = begin_later()

@@ -21,13 +21,19 @@ BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # numbers of rows: one for 
 BATCH_TOKENS = 4  # tokens of a row of such a batch
 ADAPTED_CHUNKS = (8, 64, 300, 1100, 4100)
 SHORT_TOKENS = 8  # tokens of a short chunk after a prefix, which has kernels of its own
+TRITON_SHORT_TOKENS = (24, 8, 2)
+"""The same where Triton's attention serves prompts: it has a kernel each for up to 16, up to 64 and more pairs of a token and a query head
+of a group."""
 
 
 def warm_up(runner: ModelRunner) -> None:
     """Run requests through the whole model, prompt and next token, so that everything created at first use exists afterwards."""
     loaded, state = runner.loaded, runner.state
     with loaded.memory.region("buffers"):
-        run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size))
+        requests = warm_up_requests(
+            loaded.device.type, state.max_request_tokens, state.page_size, short_chunks(loaded.attention.prefill)
+        )
+        run_requests(runner, requests)
         mask_something(runner)
         runner.graphs.forget_missed()
 
@@ -75,15 +81,27 @@ def with_windows(section: PlanSection, windows: Sequence[int], page_size: int) -
     return structs.replace(section, pages=deltas)
 
 
-def warm_up_requests(device_type: str, max_request_tokens: int, page_size: int) -> Iterator[list[PlanSection]]:
+def short_chunks(prefill: str) -> tuple[int, ...]:
+    """Return the tokens of the short chunks after a prefix that have kernels of their own with this attention backend for prompts."""
+    return TRITON_SHORT_TOKENS if prefill == "triton" else (SHORT_TOKENS,)
+
+
+def warm_up_requests(
+    device_type: str, max_request_tokens: int, page_size: int, short: Sequence[int] = (SHORT_TOKENS,)
+) -> Iterator[list[PlanSection]]:
     """Yield the plan sections of one request after the other, each from its prompt to its second token, all in slot 0 and page 0.
 
-    On a GPU there is one request with filters and one without. Yields nothing if a request has too little room.
+    On a GPU the prompt ends with the `short` chunks, and there is one request with filters and one without. Yields nothing if a request
+    has too little room.
     """
     is_cpu = device_type == "cpu"
     room = max_request_tokens - 1
     first = min(CPU_TOKENS if is_cpu else GPU_TOKENS, room)
-    chunks = [count for count in (first, 0 if is_cpu else min(SHORT_TOKENS, room - first)) if count > 0]
+    chunks: list[int] = []
+    for wanted in (first, *(() if is_cpu else short)):
+        count = min(wanted, room - sum(chunks))
+        if count > 0:
+            chunks.append(count)
     if chunks:
         for top_p in (0.9,) if is_cpu else (0.9, 1.0):
             yield _sections(chunks, page_size, top_p)

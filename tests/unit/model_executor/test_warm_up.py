@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterable
 
-from srt.model_executor.startup.warm_up import BATCHES, GPU_TOKENS, SHORT_TOKENS, batches, warm_up_requests
+import pytest
+import torch
+
+from srt.kernels.build.shared_memory import SHARED_BYTES
+from srt.model_executor.startup.warm_up import (
+    BATCHES,
+    GPU_TOKENS,
+    SHORT_TOKENS,
+    batches,
+    short_chunks,
+    warm_up_requests,
+)
 
 
 @pytest.mark.parametrize(("room", "chunks"), [(100, [GPU_TOKENS, SHORT_TOKENS]), (70, [64, 5]), (20, [19]), (1, [])])
@@ -15,6 +26,19 @@ def test_a_gpu_is_warmed_up_by_a_prompt_in_two_chunks_where_there_is_room(room: 
         assert [int(section.extend_counts[0]) for section in sections[:-1]] == chunks
         assert [int(section.extend_samples[0]) for section in sections[:-1]] == [0] * (len(chunks) - 1) + [1]
         assert sections[-1].decode_slots.tolist() == [0]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8])
+def test_short_chunks_have_all_kernels_of_tritons_attention_for_prompts(group: int) -> None:
+    pytest.importorskip("triton")
+    from srt.kernels.attention.extend_attention import ExtendTiles
+
+    def kernels(tokens: Iterable[int]) -> set[ExtendTiles]:
+        return {ExtendTiles.choose(torch.float16, 64, count * group, SHARED_BYTES[90]) for count in tokens}
+
+    assert kernels([4096, *short_chunks("triton")]) == kernels(range(1, 300))
+    chunks = [section.extend_counts.tolist() for section in next(warm_up_requests("cuda", 100, 16, (24, 8, 2)))]
+    assert chunks == [[GPU_TOKENS], [24], [8], [2], []]
 
 
 @pytest.mark.parametrize(("num_slots", "counts"), [(256, list(BATCHES)), (40, [2, 8, 32, 40]), (3, [2, 3]), (1, [1])])
