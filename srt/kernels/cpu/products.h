@@ -64,6 +64,22 @@ inline void prefetch(const Weight* tile, int64_t i, int64_t row) {
     for (int64_t line = 0; line < int64_t(NUM_OUTPUTS * STEP * sizeof(Weight)); line += 64) __builtin_prefetch(weights + line);
 }
 
+// Add the lanes of each vector in the order of `sum`; those of four vectors are added together.
+template <int NUM_OUTPUTS>
+inline void sum_all(const Floats (&lanes)[NUM_OUTPUTS], float* out) {
+    if constexpr (NUM_OUTPUTS == 4) {
+        __m128 halves[4];
+        for (int o = 0; o < 4; o++) {
+            const __m256 both = (__m256)lanes[o];
+            halves[o] = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+        }
+        _MM_TRANSPOSE4_PS(halves[0], halves[1], halves[2], halves[3]);
+        _mm_storeu_ps(out, _mm_add_ps(_mm_add_ps(halves[0], halves[2]), _mm_add_ps(halves[1], halves[3])));
+    } else {
+        for (int o = 0; o < NUM_OUTPUTS; o++) out[o] = sum(lanes[o]);
+    }
+}
+
 // Compute NUM_OUTPUTS products of NUM_ROWS rows, which lie one after the other.
 template <int NUM_ROWS, int NUM_OUTPUTS, class Weight>
 inline void multiply_floats(const Matrix& matrix, int64_t output, const Inputs& x, int64_t row, float (*out)[OUTPUTS]) {
@@ -80,8 +96,7 @@ inline void multiply_floats(const Matrix& matrix, int64_t output, const Inputs& 
             for (int r = 0; r < NUM_ROWS; r++) sums[r][o] += w * inputs[r];
         }
     }
-    for (int r = 0; r < NUM_ROWS; r++)
-        for (int o = 0; o < NUM_OUTPUTS; o++) out[r][o] = sum(sums[r][o]);
+    for (int r = 0; r < NUM_ROWS; r++) sum_all<NUM_OUTPUTS>(sums[r], out[r]);
 }
 
 // The same with integers: exact sums, then both scales.
@@ -101,10 +116,10 @@ inline void multiply_integers(const Matrix& matrix, int64_t output, const Inputs
         }
     }
     for (int r = 0; r < NUM_ROWS; r++) {
-        for (int o = 0; o < NUM_OUTPUTS; o++) {
-            const Floats lanes = __builtin_convertvector((Ints)sums[r][o], Floats);
-            out[r][o] = sum(lanes) * x.scales[row + r] * matrix.scales[output + o];
-        }
+        Floats lanes[NUM_OUTPUTS];
+        for (int o = 0; o < NUM_OUTPUTS; o++) lanes[o] = __builtin_convertvector((Ints)sums[r][o], Floats);
+        sum_all<NUM_OUTPUTS>(lanes, out[r]);
+        for (int o = 0; o < NUM_OUTPUTS; o++) out[r][o] = out[r][o] * x.scales[row + r] * matrix.scales[output + o];
     }
 }
 
@@ -118,8 +133,10 @@ inline void multiply_tile(const Matrix& matrix, int64_t output, const Inputs& x,
 template <int NUM_OUTPUTS, class Weight, class Use>
 inline void multiply_outputs(const Matrix& matrix, int64_t begin, const Inputs& x, int64_t num_rows, Use use) {
     float out[ROWS][OUTPUTS];
-    for (int64_t row = 0; row < num_rows; row += ROWS) {
-        const int64_t count = num_rows - row < ROWS ? num_rows - row : ROWS;
+    int64_t count;
+    for (int64_t row = 0; row < num_rows; row += count) {
+        const int64_t left = num_rows - row;
+        count = left == ROWS + 1 ? 2 : left < ROWS ? left : ROWS;  // a single row would wait for its few sums
         if (count == 3) multiply_tile<3, NUM_OUTPUTS, Weight>(matrix, begin, x, row, out);
         else if (count == 2) multiply_tile<2, NUM_OUTPUTS, Weight>(matrix, begin, x, row, out);
         else multiply_tile<1, NUM_OUTPUTS, Weight>(matrix, begin, x, row, out);
