@@ -52,7 +52,7 @@ def profile_max_num_token(
         fits = shares.tokens_in(left)
         # A later measurement may be a little smaller than the first.
         fitted_before = shares.tokens_in(left + int(total * CUDA_SLACK / 2))
-    if num_tokens > fitted_before:
+    if num_tokens and num_tokens > fitted_before:
         raise StartError(
             f"The replaced worker had KV memory for {num_tokens} tokens, but only {max(0, fits)} fit now: another process has taken"
             " memory of this device. End that process, and start the server anew."

@@ -121,6 +121,14 @@ def test_no_room_for_a_page_is_refused_with_what_would_help(options: dict[str, A
 GB = 10**9
 
 
+def test_a_first_worker_for_whose_kv_memory_nothing_is_left_is_not_called_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GB, 140 * GB))
+    args = ServerArgs(model_path="x", mem_fraction_static=0.4)
+    assert profile_max_num_token(args, torch.device("cuda", 0), MemoryShares((1000,))) == 0
+
+
 def test_a_gpus_kv_memory_leaves_room_for_everything_else_and_some_slack() -> None:
     assert kv_bytes(ServerArgs(model_path="x"), 100 * GB, 140 * GB, 5 * GB) == 95 * GB - int(140 * GB * 0.02)
 
