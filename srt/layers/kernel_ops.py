@@ -14,6 +14,7 @@ from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.elementwise.rotary import angles, prepare_qkv
 from srt.kernels.elementwise.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from srt.kernels.gemm.block_gemm import block_gemm, takes
+from srt.kernels.gemm.fp8_gemm import WIDTH_UNIT, RoundedRows, multiply_rounded, norm_and_quantise
 from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.packed_matrix import PackedMatrix
@@ -101,7 +102,13 @@ class KernelOps(LayerOps):
         few = _few(affine, stream.hidden)
         if few is not None and stream.delta_norm is None:  # a norm more would be read by each program
             return self._gemv_of_norm(stream, norm, *few, affine.bias)
-        return super().linear_of_norm(stream, norm, affine)
+        matrix = self._rounding(stream, norm, affine, PLAIN)
+        if matrix is None:
+            return super().linear_of_norm(stream, norm, affine)
+        rounded, hidden = self._norm_and_round(stream, norm, matrix)
+        if matrix.rounds_groups:
+            return block_gemm(rounded, matrix.numbers, matrix.scales), hidden
+        return multiply_rounded(rounded, matrix.numbers, matrix.scales, hidden.dtype), hidden
 
     def gated_linear_of_norm(
         self, stream: Stream, norm: Norm, affine: Affine, is_gelu: bool = False
@@ -114,7 +121,16 @@ class KernelOps(LayerOps):
         few = _few(affine, stream.hidden)
         if few is not None and stream.delta_norm is None:  # a norm more would be read by each program
             return self._gemv_of_norm(stream, norm, *few, affine.bias, is_gated=True, is_gelu=is_gelu)
-        return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
+        matrix = None if is_gelu else self._rounding(stream, norm, affine, Ending(is_gated=True))
+        if matrix is None:
+            return super().gated_linear_of_norm(stream, norm, affine, is_gelu)
+        rounded, hidden = self._norm_and_round(stream, norm, matrix)
+        if matrix.rounds_groups:
+            return block_gemm(rounded, matrix.numbers, matrix.scales, is_gated=True), hidden
+        tiles = None if self._gated_gemm is None else self._gated_gemm.tiles(hidden, matrix)
+        if self._gated_gemm is not None and tiles is not None:
+            return self._gated_gemm.multiply(rounded, matrix, tiles), hidden
+        return self.silu_and_mul(multiply_rounded(rounded, matrix.numbers, matrix.scales, hidden.dtype)), hidden
 
     def linear_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None = None) -> Stream:
         stream = self._streamed_onto(hidden, x, affine, next_norm)
@@ -254,6 +270,25 @@ class KernelOps(LayerOps):
             is_plus_one=is_plus_one,
         )
         return layer.attend(*layer.split_packed(prepared), batch)
+
+    def _rounding(self, stream: Stream, norm: Norm, affine: Affine, ending: Ending) -> PackedMatrix | None:
+        """Return the weight if its product rounds inputs to e4m3 behind the norm, and is not left to `StreamGemm`."""
+        matrix, x, gemm = affine.streamed, stream.hidden, self._stream_gemm
+        if not isinstance(matrix, PackedMatrix) or x.dtype is not torch.bfloat16 or len(x) < 2:
+            return None
+        if norm.is_plus_one or stream.normed is not None or stream.delta_norm is not None or not x.is_contiguous():
+            return None
+        if matrix.rounds_groups:
+            return matrix if takes(x) else None
+        if not matrix.rounds_inputs or any(size % WIDTH_UNIT for size in matrix.shape):
+            return None
+        return matrix if gemm is None or gemm.tiles(x, matrix, ending) is None else None
+
+    def _norm_and_round(self, stream: Stream, norm: Norm, matrix: PackedMatrix) -> tuple[RoundedRows, Tensor]:
+        pdl = self._pdl(stream.hidden)
+        return norm_and_quantise(
+            stream.hidden, stream.delta, norm.weight, norm.eps, has_groups=matrix.rounds_groups, pdl=pdl
+        )
 
     def _pdl(self, rows: Tensor) -> int:
         return pdl_for(len(rows)) if self._has_pdl else 0

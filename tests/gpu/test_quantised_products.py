@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from srt.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from srt.kernels.gemm.block_gemm import BlockTiles, block_gemm, suits
-from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.fp8_gemm import multiply_rounded, norm_and_quantise, quantise_rows
 from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, PackedTiles, packed_gemm
@@ -285,6 +286,26 @@ def test_inputs_are_quantised_to_the_bit_as_the_plain_path_does() -> None:
     assert (numbers.view(torch.uint8) == expected.view(torch.uint8)).float().mean() > 0.999, "all but halfway cases"
     numbers, scales = quantise_rows(x, has_groups=True)
     assert error_of(numbers.float() * scales.repeat_interleave(128, dim=1), rounded_groups(x.float())) < 1e-3
+
+
+@pytest.mark.parametrize("size", [1024, 4096, 5120])
+def test_a_norm_and_its_rounding_are_those_of_two_kernels(size: int) -> None:
+    x, delta = (torch.randn(130, size, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(size, device=CUDA, dtype=torch.bfloat16) + 0.5
+    x[3] = delta[3] = 0
+    for more in (None, delta):
+        rounded, total = norm_and_quantise(x, more, weight, 1e-6)
+        normed, hidden = (rms_norm(x, weight, 1e-6), x) if more is None else add_rms_norm(x, more, weight, 1e-6)
+        numbers, scales = quantise_rows(normed)
+        assert torch.equal(total, hidden) and torch.equal(rounded.scales, scales)
+        assert torch.equal(rounded.numbers.view(torch.uint8), numbers.view(torch.uint8))
+        of_w, w_scales, matrix = fp8_weight_of(64, size, size)
+        product = multiply_rounded(rounded, of_w, w_scales, torch.bfloat16)
+        assert error_of(product, (numbers.float() * scales) @ matrix.T) < 2 * MOST
+        rounded, total = norm_and_quantise(x, more, weight, 1e-6, has_groups=True)
+        numbers, scales = quantise_rows(normed, has_groups=True)
+        assert torch.equal(total, hidden) and torch.equal(rounded.scales, scales)
+        assert torch.equal(rounded.numbers.view(torch.uint8), numbers.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

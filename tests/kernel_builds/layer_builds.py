@@ -13,7 +13,7 @@ from srt.kernels.build.jit import dot_dtype
 from srt.kernels.elementwise.rms_norm import rms_norm_kernel
 from srt.kernels.elementwise.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul_kernel
-from srt.kernels.gemm.fp8_gemm import block_gemm_kernel, quantise_rows_kernel
+from srt.kernels.gemm.fp8_gemm import block_gemm_kernel, norm_and_quantise_kernel, quantise_rows_kernel
 from srt.kernels.gemm.gemv import GemvTiles, gemv_kernel
 from srt.kernels.gemm.packed_gemm import PackedTiles, add_parts_kernel, packed_gemm_kernel
 from srt.kernels.sampling.adjust_logits import BLOCK as ADJUSTMENT_BLOCK
@@ -46,6 +46,7 @@ def layer_builds() -> list[KernelBuild]:
     builds += [*_filters(fp32), *_adjuster()]
     builds += [_packed_gemm(8, 4096), _packed_gemm(8, 128), _packed_gemm(4, 128), _packed_gemm(4, 32), _add_parts()]
     builds += [_quantise_rows(has_groups=False), _quantise_rows(has_groups=True), _block_gemm(64), _block_gemm(128)]
+    builds += [_norm_and_quantise(has_groups=False), _norm_and_quantise(has_groups=True)]
     for logits in (bf16, fp32):
         builds += [_block_best(logits), _draw(logits)]
     for head_dim, kv in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float8_e4m3fn)):
@@ -188,6 +189,22 @@ def _quantise_rows(has_groups: bool) -> KernelBuild:
         },
         {"K": 12288, "HAS_GROUPS": has_groups, "HAS_SCALE": False, "BLOCK": 16384},
         num_warps=8,
+    )
+
+
+def _norm_and_quantise(has_groups: bool) -> KernelBuild:
+    return _build(
+        f"norm_and_quantise[{'groups' if has_groups else 'tokens'}]",
+        norm_and_quantise_kernel,
+        {
+            **dict.fromkeys(("x_ptr", "delta_ptr", "weight_ptr", "sum_ptr"), "*bf16"),
+            "numbers_ptr": "*fp8e4nv",
+            "scales_ptr": "*fp32",
+            "eps": "fp32",
+            "pitch": "i32",
+        },
+        {"HAS_DELTA": True, "HAS_GROUPS": has_groups, "SIZE": 5120, "BLOCK": 8192},
+        num_warps=16,
     )
 
 

@@ -26,7 +26,7 @@ from srt.kernels.build.hopper import (
     with_alignment,
 )
 from srt.kernels.build.pdl import LATE
-from srt.kernels.gemm.fp8_gemm import GROUP, quantise_rows
+from srt.kernels.gemm.fp8_gemm import GROUP, RoundedRows, quantise_rows
 from srt.kernels.gemm.gated_gemm import ROW_TILES
 
 UNIT: Final = 64
@@ -142,7 +142,7 @@ def takes(x: torch.Tensor) -> bool:
 
 
 def block_gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: torch.Tensor,
     scales: torch.Tensor,
     is_gated: bool = False,
@@ -152,14 +152,16 @@ def block_gemm(
 
     `weight` and `scales` are such that `suits` returns True.
     """
-    (num_rows, k), n, device = x.shape, len(weight) // (2 if is_gated else 1), x.device
+    given = x.numbers if isinstance(x, RoundedRows) else x
+    (num_rows, k), n, device = given.shape, len(weight) // (2 if is_gated else 1), given.device
     is_dependent = num_rows <= _MOST_FITTED_ROWS
-    numbers, x_scales = quantise_rows(x, has_groups=True, by_group=True, pdl=int(LATE) if is_dependent else 0)
+    if not isinstance(x, RoundedRows):
+        x = RoundedRows(*quantise_rows(x, has_groups=True, by_group=True, pdl=int(LATE) if is_dependent else 0))
     if tiles is None:
         tiles = _choose(num_rows, n, is_gated, _num_processors(device))
     assert weight.shape[1] == k and weight.is_contiguous() and scales.is_contiguous()
     out = torch.empty((num_rows, n), dtype=torch.bfloat16, device=device)
-    rows, w_rows = numbers.view(torch.bfloat16), weight.view(torch.bfloat16)
+    rows, w_rows = x.numbers.view(torch.bfloat16), weight.view(torch.bfloat16)
     if is_gated:
         pairs = k // 2  # items of the map have 16 bits
         by_groups = (pairs, 8, 2, n // 8), (2 * pairs, 2 * pairs * n, 2 * pairs * 8)
@@ -169,7 +171,7 @@ def block_gemm(
     x_map = map_of(rows, tiles.rows)
     num_items = -(-num_rows // tiles.rows) * -(-n // tiles.width)
     with torch.cuda.device(device):
-        arguments = x_scales, scales, out, num_rows, n, k // GROUP, x_scales.stride(1)
+        arguments = x.scales, scales, out, num_rows, n, k // GROUP, x.scales.stride(1)
         grid = min(num_items, _num_processors(device)), 1, 1
         launch(tiles, grid, (w_map, x_map), arguments, is_dependent=is_dependent)
     return out

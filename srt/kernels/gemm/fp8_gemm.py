@@ -6,7 +6,7 @@ where `block_gemm.py` cannot.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -19,10 +19,21 @@ GROUP: Final = 128
 _LARGEST: Final = tl.constexpr(448.0)
 _LEAST_SCALE: Final = tl.constexpr(1e-12)
 _MOST_SMALL_ROWS: Final = 64
+WIDTH_UNIT: Final = 16
+"""What cuBLASLt wants the widths of fp8 matrices to be multiples of."""
 _MOST_TILE_ROWS: Final = 256
 """Rows of the largest tile of `block_gemm.py`."""
 _TILES_TOGETHER: Final = 8
 """Tiles of rows whose programs run one after the other, so that they find their weights in the L2 cache."""
+
+
+class RoundedRows(NamedTuple):
+    """Rows as e4m3 numbers."""
+
+    numbers: torch.Tensor  # [rows, K] e4m3
+    scales: (
+        torch.Tensor
+    )  # [rows, 1] float32, or [rows, groups of 128 columns], those of a group next to each other in memory
 
 
 @jit
@@ -33,6 +44,50 @@ def _scale_of(rows: tl.tensor, axis: tl.constexpr) -> tl.tensor:
 @jit
 def _clamped(x: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+
+
+@kernel(one_variant_for=("pitch",))
+def norm_and_quantise_kernel(
+    x_ptr: tl.tensor,  # [rows, SIZE]
+    delta_ptr: tl.tensor,  # [rows, SIZE]
+    weight_ptr: tl.tensor,  # [SIZE]
+    numbers_ptr: tl.tensor,  # [rows, SIZE] e4m3
+    scales_ptr: tl.tensor,  # [rows], or [SIZE / 128, pitch]; float32
+    sum_ptr: tl.tensor,  # [rows, SIZE]
+    eps: float,
+    pitch: int,
+    HAS_DELTA: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Norm a row of x, or of x + delta, which it also stores in `sum_ptr`; and quantise it by its largest element, or by each 128."""
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        x += tl.load(delta_ptr + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * SIZE + columns, x, mask=inside)
+        x = x.to(tl.float32)
+    let_next_start_late(PDL)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+    normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)  # as if it had been stored
+    if HAS_GROUPS:
+        grouped = tl.reshape(normed, (BLOCK // 128, 128))
+        scale, groups = _scale_of(grouped, 1), tl.arange(0, BLOCK // 128)
+        tl.store(scales_ptr + groups * pitch + row, scale, mask=groups < SIZE // 128)
+        rounded = tl.reshape(grouped / scale[:, None], (BLOCK,))
+    else:
+        scale = _scale_of(normed, 0)
+        tl.store(scales_ptr + row, scale)
+        rounded = normed / scale
+    tl.store(numbers_ptr + row * SIZE + columns, _clamped(rounded).to(numbers_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel(one_variant_for=("scales_row_stride", "scales_group_stride"))
@@ -152,11 +207,40 @@ def fp8_gemm(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
     """Return x Wᵀ + b, with inputs quantised by row, or by the given scale; `scales` are [1, outputs]. bfloat16 only."""
-    numbers, x_scales = quantise_rows(x, scale=scale)
-    product = torch._scaled_mm(
-        numbers, weight.t(), scale_a=x_scales, scale_b=scales, out_dtype=x.dtype, use_fast_accum=True
-    )
+    product = multiply_rounded(RoundedRows(*quantise_rows(x, scale=scale)), weight, scales, x.dtype)
     return product if bias is None else product.add_(bias)
+
+
+def multiply_rounded(x: RoundedRows, weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x Wᵀ in a dtype; `scales` are [1, outputs]. Both sizes of the weight must be multiples of WIDTH_UNIT."""
+    return torch._scaled_mm(
+        x.numbers, weight.t(), scale_a=x.scales, scale_b=scales, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def norm_and_quantise(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    has_groups: bool = False,
+    pdl: int = 0,
+) -> tuple[RoundedRows, torch.Tensor]:
+    """Return the norm of x + delta, quantised by the largest element of each row or of each 128, and x + delta in the type of x."""
+    num_rows, size = x.shape
+    assert not (has_groups and size % GROUP)
+    assert x.is_contiguous() and weight.shape == (size,) and (delta is None or delta.is_contiguous())
+    numbers = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = _new_scales(num_rows, size // GROUP if has_groups else 1, x.device, has_groups)
+    total = x if delta is None else torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    norm_and_quantise_kernel[(num_rows,)](
+        x, x if delta is None else delta, weight, numbers, scales, total, eps, scales.stride(1),
+        HAS_DELTA=delta is not None, HAS_GROUPS=has_groups, SIZE=size, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
+    )  # fmt: skip
+    return RoundedRows(numbers, scales), total
 
 
 def _new_scales(num_rows: int, width: int, device: torch.device, by_group: bool) -> torch.Tensor:

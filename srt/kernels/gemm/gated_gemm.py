@@ -25,7 +25,7 @@ from srt.kernels.build.hopper import (
     with_alignment,
 )
 from srt.kernels.build.pdl import LATE
-from srt.kernels.gemm.fp8_gemm import quantise_rows
+from srt.kernels.gemm.fp8_gemm import RoundedRows, quantise_rows
 from srt.kernels.gemm.packed_matrix import PackedMatrix
 from srt.kernels.gemm.stream_gemm import Weighted
 
@@ -171,7 +171,7 @@ class GatedGemm:
 
     def multiply(
         self,
-        x: torch.Tensor | Weighted,
+        x: torch.Tensor | Weighted | RoundedRows,
         weight: torch.Tensor | PackedMatrix,
         tiles: GatedTiles,
         split: int = 0,
@@ -188,10 +188,12 @@ class GatedGemm:
             assert len(x.values) <= _MOST_FITTED_ROWS
             tiles, squares, parts, eps = replace(tiles, is_scaled=True), x.squares, len(x.squares), x.eps
             x = x.values
-        x, x_scales, w_scales = x.contiguous(), None, None
+        x_scales = w_scales = None
         if isinstance(weight, PackedMatrix):
-            rounded, x_scales = quantise_rows(x, pdl=int(LATE))
+            rounded, x_scales = x if isinstance(x, RoundedRows) else quantise_rows(x, pdl=int(LATE))
             x, w_scales, weight = rounded.view(torch.bfloat16), weight.scales, weight.numbers.view(torch.bfloat16)
+        assert not isinstance(x, RoundedRows)
+        x = x.contiguous()
         num_rows, k = x.shape
         n = weight.shape[0] // (2 if tiles.is_gated else 1)
         assert weight.shape[1] == k and weight.is_contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm import block_gemm, fp8_gemm
+from srt.kernels.gemm.fp8_gemm import WIDTH_UNIT
 from srt.kernels.gemm.packed_gemm import MOST_ROWS, packed_gemm
 from srt.kernels.gemm.packed_matrix import PackedMatrix
 
@@ -17,8 +18,6 @@ _MOST_TILED_ROWS: Final = 512
 """Limit for weights whose inputs stay as they are. With more rows it is cheaper to dequantise the weight once; not measured yet."""
 LARGE_SCALE: Final = 128.0
 _FIRST_WITH_FP8: Final = (8, 9)
-_FP8_WIDTH: Final = 16
-"""What cuBLASLt wants the widths of fp8 matrices to be multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class PackedProduct:
 
     @property
     def _suits_cublas(self) -> bool:
-        return not (self.packed.shape[0] % _FP8_WIDTH or self.packed.shape[1] % _FP8_WIDTH)
+        return not (self.packed.shape[0] % WIDTH_UNIT or self.packed.shape[1] % WIDTH_UNIT)
 
     def _most_unquantised_rows(self, in_fp8: bool) -> int:
         if not in_fp8:
