@@ -33,6 +33,7 @@ pytestmark = [
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": True}
 FORMS: dict[str, dict[str, Any]] = {
     "fp8": {},
+    "blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "gptq": {**GPTQ, "group_size": 128},
     "gptq by output": {**GPTQ, "group_size": -1},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
@@ -40,6 +41,7 @@ FORMS: dict[str, dict[str, Any]] = {
 MODELS = ["qwen3-0.6b", "qwen3-8b", "qwen3-14b", "llama"]
 WRONG = {
     "fp8": ("* ((const float*)scales)[at];", "* ((const float*)scales)[at ^ 1];"),
+    "blocks": ("(at - output % SHARING)", "(output - output % SHARING)"),
     "gptq": ("(BITS == 4 ? t % 2 : 0)", "0"),
     "awq": ("zero = ((const short*)zeros)[at];", "zero = 8;"),
 }
@@ -64,6 +66,8 @@ def vary(runner: ModelRunner) -> None:
     for name, parameter in runner.loaded.model.named_parameters():
         if "norm" in name or name.endswith("scales"):
             factors = torch.rand(parameter.shape, device=CUDA, generator=generator) + 0.5
+            if name.endswith("scales") and parameter.dtype is torch.float32 and len(parameter) > 1:
+                factors = factors[:, ::128].repeat_interleave(128, dim=1)  # of blocks, which keep one each
             parameter.copy_((parameter.bfloat16().float() * factors).bfloat16())
         elif parameter.dtype in (torch.float32, torch.bfloat16):
             parameter.copy_(parameter.bfloat16())

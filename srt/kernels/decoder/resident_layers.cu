@@ -72,7 +72,8 @@ static_assert(SPLITS <= 16 && (SPLITS & (SPLITS - 1)) == 0);
 // Scales and zero points of a program's outputs: for each product [groups, outputs], gates before ups.
 constexpr int SUMMED = 128;  // columns whose products are summed up before they are scaled, or a multiple of them
 #if BITS < 16
-constexpr int SCALE_ITEM = BITS == 8 ? 4 : 2;  // bytes: float, or bfloat16 beside 4-bit numbers
+// Bytes for each output: float, or bfloat16 beside 4-bit numbers; or of SHARING outputs, which have equal scales, the first 16 bytes.
+constexpr int SCALE_ITEM = SHARING > 1 ? 16 / SHARING : BITS == 8 ? 4 : 2;
 __device__ constexpr int groups_of(int inputs) { return SCALE_INPUTS ? inputs / (SCALE_INPUTS ? SCALE_INPUTS : 1) : 1; }
 __device__ constexpr int GROUPS[PRODUCTS] = {groups_of(HIDDEN), groups_of(QUERY_WIDTH), groups_of(HIDDEN), groups_of(INNER)};
 __device__ constexpr int OUTPUTS[PRODUCTS] = {PACKED_WIDTH / PROGRAMS, HIDDEN / PROGRAMS, INNER / PROGRAMS, HIDDEN / PROGRAMS};
@@ -94,7 +95,7 @@ constexpr int SCALE_BYTES = SCALES_AT[DOWN] + boxes_of(DOWN);
 __device__ constexpr int loaded_scales(int product) {
   return HALVES[product] * GROUPS[product] * OUTPUTS[product] * (SCALE_ITEM + 2 * HAS_ZEROS);
 }
-static_assert(SCALE_INPUTS % SUMMED == 0 && (BITS == 4 || !HAS_ZEROS) && ROWS == 1);
+static_assert(SCALE_INPUTS % SUMMED == 0 && (BITS == 4 || !HAS_ZEROS) && ROWS == 1 && (SHARING == 1 || BITS == 8));
 static_assert(HIDDEN % groups_of(HIDDEN) == 0 && QUERY_WIDTH % groups_of(QUERY_WIDTH) == 0 && INNER % groups_of(INNER) == 0);
 #else
 __device__ constexpr int loaded_scales(int) { return 0; }
@@ -266,7 +267,15 @@ __device__ __forceinline__ void load_scales(Memory& memory, const LayerMaps& map
   const u32 to = address_of(memory.scales[place] + SCALES_AT[product]);
   for (int half = 0; half < halves; half++) {
     const int output = half * INNER + blockIdx.x * OUTPUTS[product];
+#if SHARING > 1
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2}], [%4];" ::"r"(
+            to + half * SCALE_BOX[product]),
+        "l"(&maps.scales[product]), "r"(0), "r"(output / SHARING), "r"(barrier)
+        : "memory");
+#else
     load_block(to + half * SCALE_BOX[product], &maps.scales[product], output, 0, barrier);
+#endif
 #if HAS_ZEROS
     load_block(to + halves * SCALE_BOX[product] + half * ZERO_BOX[product], &maps.zeros[product], output, 0, barrier);
 #endif
@@ -563,7 +572,9 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
       for (int j = 0; j < 4; j++) sums[0][j] = sums[1][j] = 0;
       const int summed = (slice * LINES + line) * (LINE_COLUMNS / SUMMED) + (BITS == 4 ? t % 2 : 0);
       const int at = (SCALE_INPUTS ? summed / (SCALE_INPUTS ? SCALE_INPUTS / SUMMED : 1) : 0) * outputs + output;
-      if (BITS == 8) {
+      if (SHARING > 1) {
+        total += sum * PRODUCT_FACTOR * *(const float*)(scales + (at - output % SHARING) * SCALE_ITEM);
+      } else if (BITS == 8) {
         total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
       } else {
         float zero = 8;

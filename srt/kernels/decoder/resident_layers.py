@@ -55,6 +55,8 @@ _UNIT: Final = 8  # rows of a weight that are loaded together
 _WARPS: Final = 15
 _CHUNKS: Final = {16: 512, 8: 512, 4: 1024}  # columns of a weight per load, by the bits of its numbers
 _SUMMED: Final = 128  # columns of a weight of 8 or 4 bits that must have the same scale
+_MOST_SHARING: Final = 16
+_LEAST_SCALES: Final = 4
 _MOST_SPLITS: Final = 16
 _HEAD_DIM: Final = 128
 _FEWEST_STAGES: Final = 16
@@ -138,11 +140,19 @@ class ResidentVariant:
         return tuple((k // group if group else 1, n // self.programs) for k, n in zip(inputs, outputs, strict=True))
 
     @property
+    def sharing(self) -> int:
+        """Number of neighbouring outputs of which one scale is read: of blocks several, which have equal ones."""
+        if self.form.bits != 8 or not self.form.group:
+            return 1
+        return _MOST_SHARING if all(outputs % _MOST_SHARING == 0 for _, outputs in self.scale_boxes) else _UNIT
+
+    @property
     def _scale_bytes(self) -> int:
         """Shared memory for a layer's scales and zero points."""
         if self.form.bits == 16:
             return 0
-        items = (4 if self.form.bits == 8 else 2, *([2] if self.form.has_zeros else []))
+        item = 16 // self.sharing if self.sharing > 1 else 4 if self.form.bits == 8 else 2
+        items = (item, *([2] if self.form.has_zeros else []))
         boxes = [-(-groups * outputs * item // 128) * 128 for groups, outputs in self.scale_boxes for item in items]
         gates = len(items) * 2
         return sum(boxes) + sum(boxes[gates : gates + len(items)])
@@ -220,6 +230,7 @@ class ResidentVariant:
             "IN_FLIGHT": _BYTES_IN_FLIGHT[not self.is_short] // self._stage_bytes,
             "BITS": self.form.bits,
             "SCALE_INPUTS": self.form.group,
+            "SHARING": self.sharing,
             "HAS_ZEROS": int(self.form.has_zeros),
         }
 
@@ -229,8 +240,6 @@ def _has_scales(form: Numbers, widths: tuple[int, int, int, int]) -> bool:
     hidden, query_width, _, inner = widths
     if not form.group:
         return True
-    if form.bits == 8:
-        return False  # scales of blocks take so much shared memory that separate kernels are 3 % faster
     is_even = all(width % form.group == 0 for width in (hidden, query_width, inner))
     return form.group % _SUMMED == 0 and is_even and max(hidden, query_width, inner) // form.group <= WIDEST_LOAD
 
@@ -409,6 +418,8 @@ def _matrices_of(layer: DecoderLayer) -> list[Tensor | PackedMatrix | None]:
 def _form_of(matrix: Tensor | PackedMatrix | None) -> Numbers | None:
     """Return how the kernel reads the weight; None if it cannot."""
     if isinstance(matrix, PackedMatrix):
+        if matrix.form.bits == 8 and len(matrix.scales) > 1 and not matrix.rounds_groups:
+            return None  # neighbouring outputs may have different scales
         return Numbers(matrix.form.bits, matrix.group if len(matrix.scales) > 1 else 0, matrix.form.has_zeros)
     return BF16 if matrix is not None and matrix.dtype is torch.bfloat16 else None
 
@@ -422,7 +433,10 @@ def _maps_of(layer: DecoderLayer, variant: ResidentVariant) -> list[bytes]:
             weights.append(_map_of(matrix, variant))
             continue
         weights.append(_map_of(matrix.numbers.view(torch.bfloat16), variant))
-        scales.append(box_map(matrix.scales, groups, outputs))
+        if variant.sharing > 1:
+            scales.append(_shared_scales_map(matrix.scales, groups, outputs, variant.sharing))
+        else:
+            scales.append(box_map(matrix.scales, groups, outputs))
         if matrix.zeros is not None:
             zeros.append(box_map(matrix.zeros, groups, outputs))
     return [ctypes.string_at(int(one.getPtr()), _MAP_BYTES) for one in weights + scales + zeros]
@@ -434,6 +448,13 @@ def _map_of(weight: Tensor, variant: ResidentVariant) -> Any:
     lines = variant.chunk * variant.form.bits // 16 // BLOCK_K
     shape, box = (BLOCK_K, rows, columns // BLOCK_K), (BLOCK_K, _UNIT, lines)
     return tensor_map(weight.data_ptr(), shape, (2 * columns, 2 * BLOCK_K), box)
+
+
+def _shared_scales_map(scales: Tensor, groups: int, outputs: int, sharing: int) -> Any:
+    """Return the tensor map for the first 4 scales of each `sharing` outputs, which is the least that can be loaded."""
+    rows, columns = scales.shape
+    shape, box = (_LEAST_SCALES, columns // sharing, rows), (_LEAST_SCALES, outputs // sharing, groups)
+    return tensor_map(scales.data_ptr(), shape, (4 * sharing, 4 * columns), box, 4, is_swizzled=False)
 
 
 def _on_device(data: bytes, device: torch.device) -> Tensor:
