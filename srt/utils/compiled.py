@@ -59,6 +59,7 @@ TYPED = (
     "srt.managers.scheduler.effects",  # msgspec structs: compiled, their class keywords (`frozen`, `gc`) would be lost
     "srt.mem_cache.tables_hash",
     "srt.protocol.engine_work",
+    "srt.protocol.host_messages",
     "srt.protocol.labels",
     "srt.protocol.messages",
     "srt.protocol.resource",
@@ -73,6 +74,7 @@ TYPED = (
     "srt.utils.config_values",
     "srt.utils.deterministic",
     "srt.utils.errors",
+    "srt.utils.host_options",
     "srt.utils.lora_options",
     "srt.utils.model_error",
     "srt.utils.option",
