@@ -65,11 +65,13 @@ class DeviceMemoryLoan:
 
     def release(self, tags: list[str], weights: WeightsSource | None, report: Report) -> int:
         parts, error = [self._memory.parts[tag] for tag in tags], ""
+        needed = sum(part.num_kept_bytes for part in parts) * self._tp.size  # all ranks are on this host
+        available = self._tp.min_int(available_memory_bytes())  # of all ranks before any of them makes its copy
         try:
-            needed, available = sum(part.num_kept_bytes for part in parts), available_memory_bytes()
             if needed > available:
                 raise UpdateError(
-                    f"The host has {available / 1e9:.1f} GB of memory left, but a copy of {', '.join(tags)} takes {needed / 1e9:.1f} GB."
+                    f"The host has {available / 1e9:.1f} GB of memory left, but a copy of {', '.join(tags)} takes {needed / 1e9:.1f} GB:"
+                    " make room there, or release other parts only."
                 )
             for part in parts:
                 part.save(report)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import torch
@@ -102,7 +103,11 @@ class CudaVirtualMemory:
             checked(driver.cuMemMap(address, num_bytes, 0, memory, 0))
         finally:
             checked(driver.cuMemRelease(memory))  # a mapping keeps the memory
-        checked(driver.cuMemSetAccess(address, num_bytes, [self._access], 1))
+        try:
+            checked(driver.cuMemSetAccess(address, num_bytes, [self._access], 1))
+        except RuntimeError:
+            self.unmap(address, num_bytes)
+            raise
 
     def unmap(self, address: int, num_bytes: int) -> None:
         checked(self._driver.cuMemUnmap(address, num_bytes))
@@ -173,6 +178,7 @@ class ReleasablePart:
         self._keeps_content = keeps_content
         self._segments: dict[int, int] = {}  # first address -> bytes
         self._copy: HostCopy | None = None
+        self._places: dict[int, int] = {}  # first address -> where the copy of this segment begins
         self.is_released = False
 
     @property
@@ -218,8 +224,12 @@ class ReleasablePart:
             return
         assert self._copy is None, "the content is saved already"
         copy = HostCopy(self._memory, self.num_bytes)
+        self._places = dict(
+            zip(self._segments, accumulate(self._segments.values(), initial=copy.address), strict=False)
+        )
         try:
-            for address, host, size in self._pieces(copy.address):
+            self._memory.synchronize()  # the copies wait for no other stream
+            for address, host, size in self._pieces():
                 self._memory.copy_to_host(host, address, size)
                 self._memory.synchronize()
                 report()
@@ -264,19 +274,17 @@ class ReleasablePart:
                 self._memory.clear(address, size)
             self._memory.synchronize()
             return
-        for address, host, size in self._pieces(self._copy.address):
+        for address, host, size in self._pieces():
             self._memory.copy_from_host(address, host, size)
             self._memory.synchronize()
             report()
         self.forget_copy()
 
-    def _pieces(self, host: int) -> Iterator[tuple[int, int, int]]:
-        """Yield pieces of all segments: address, place in the copy that begins at `host`, and bytes."""
+    def _pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Yield pieces of all segments: address, place in the copy, and bytes."""
         for address, size in self._segments.items():
             for start in range(0, size, COPY_BYTES):
-                count = min(COPY_BYTES, size - start)
-                yield address + start, host, count
-                host += count
+                yield address + start, self._places[address] + start, min(COPY_BYTES, size - start)
 
 
 def releasable_parts(device: torch.device) -> dict[str, ReleasablePart]:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import random
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
-from srt.model_executor.memory.releasable_memory import HostCopy, ReleasablePart
+from srt.model_executor.memory import memory_loan
+from srt.model_executor.memory.memory_loan import DeviceMemoryLoan
+from srt.model_executor.memory.releasable_memory import CudaVirtualMemory, HostCopy, ReleasablePart
+from srt.utils.errors import UpdateError
 
 BLOCK = 4096
 
@@ -176,6 +182,38 @@ def test_freed_segments_go_with_and_without_memory_behind_them() -> None:
     assert memory.num_free == 8 and not memory.reserved
 
 
+def test_segments_freed_meanwhile_move_no_content_of_others() -> None:
+    memory = CountingMemory(8)
+    part = filled_part(memory)
+    content = {first: bytes(one) for first, one in memory.mapped.items()}
+    part.save(idle)
+    part.unmap()
+    first, *others = part.segments
+    part.free(first)  # as PyTorch's allocator does with segments that nothing uses, when its cache is emptied
+    part.map()
+    part.restore(idle)
+    assert {first: bytes(one) for first, one in memory.mapped.items()} == {one: content[one] for one in others}
+
+
+def test_content_is_copied_when_earlier_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies' stream does not wait for streams that PyTorch creates."""
+    memory, pending = CountingMemory(8), [7]
+    part = filled_part(memory)
+    first = next(iter(part.segments))
+    memory.mapped[first][0] = 0
+
+    def finish() -> None:
+        if pending:
+            memory.mapped[first][0] = pending.pop()
+
+    monkeypatch.setattr(memory, "synchronize", finish)
+    part.save(idle)
+    part.unmap()
+    part.map()
+    part.restore(idle)
+    assert memory.mapped[first][0] == 7
+
+
 def test_memory_that_cannot_be_pinned_is_copied_all_the_same() -> None:
     memory = CountingMemory(8)
     memory.refuses_pins = True
@@ -197,3 +235,34 @@ def test_a_copy_on_the_host_is_given_back() -> None:
     assert not memory.pinned
     maps = open("/proc/self/maps").read()  # noqa: SIM115
     assert f"{copy.address:x}-" not in maps
+
+
+def test_memory_that_cannot_be_accessed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, refusal = (0, 1), type("Refusal", (int,), {"name": "CUDA_ERROR_OUT_OF_MEMORY"})(2)
+    driver = MagicMock()
+    driver.cuMemGetAllocationGranularity.return_value = driver.cuMemCreate.return_value = done
+    for call in (driver.cuMemMap, driver.cuMemRelease, driver.cuMemUnmap):
+        call.return_value = (0,)
+    driver.cuMemSetAccess.return_value = (refusal,)
+    monkeypatch.setattr("srt.model_executor.memory.releasable_memory.cuda", lambda: (driver,))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        CudaVirtualMemory(torch.device("cuda", 0)).map(BLOCK, 2 * BLOCK)
+    driver.cuMemUnmap.assert_called_once_with(BLOCK, 2 * BLOCK)
+    driver.cuMemRelease.assert_called_once()
+
+
+def test_the_copies_of_all_ranks_must_fit_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = CountingMemory(8)
+    part = filled_part(memory)
+    loaded = SimpleNamespace(
+        tp=SimpleNamespace(size=2, min_int=lambda value: value), memory=SimpleNamespace(parts={"weights": part})
+    )
+    loan = DeviceMemoryLoan(SimpleNamespace(loaded=loaded))  # type: ignore[arg-type]  # what it needs of a runner
+    for available in (5 * BLOCK, 10 * BLOCK - 1):
+        monkeypatch.setattr(memory_loan, "available_memory_bytes", lambda left=available: left)
+        with pytest.raises(UpdateError, match="a copy of weights takes"):
+            loan.release(["weights"], None, idle)
+        assert not part.is_released and not memory.pinned
+    monkeypatch.setattr(memory_loan, "available_memory_bytes", lambda: 10 * BLOCK)
+    assert loan.release(["weights"], None, idle) == 5 * BLOCK
