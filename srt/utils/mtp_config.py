@@ -40,5 +40,10 @@ def served_mtp(model: ModelConfig) -> MtpConfig:
             f"--speculative-algorithm NEXTN needs a checkpoint of {', '.join(ARCHITECTURES)} whose config.json has a"
             " num_nextn_predict_layers of at least 1: choose another algorithm."
         )
+    if model.implementation == "transformers":
+        raise ModelError(
+            "--speculative-algorithm NEXTN does not support the layers of the library transformers: leave out --model-impl"
+            " transformers, or choose another algorithm."
+        )
     layer = replace(model, layers=model.layers[-1:], num_mtp_layers=0)
     return MtpConfig(layer, model.num_layers)

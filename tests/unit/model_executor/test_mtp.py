@@ -72,6 +72,8 @@ def test_a_model_without_such_a_layer_is_refused(checkpoint: CheckpointFactory) 
     for folder in (checkpoint("qwen3"), plain):
         with pytest.raises(ModelError, match="NEXTN needs a checkpoint of DeepseekV3ForCausalLM"):
             served_mtp(ModelConfig.from_folder(folder))
+    with pytest.raises(ModelError, match="NEXTN does not support the layers of the library transformers"):
+        served_mtp(ModelConfig.from_folder(checkpoint("deepseek_v3"), model_impl="transformers"))
     lacking = checkpoint("deepseek_v3", num_layers=3, tied=False)  # its configuration names one
     with pytest.raises(ModelError, match=r"it lacks model\.layers\.3\."):
         engine_of(lacking, 16, **nextn(lacking))
