@@ -308,6 +308,8 @@ def check_speculation(args: ServerArgs, config: ModelConfig) -> None:
     option = f"--speculative-algorithm {args.speculative_algorithm}"
     if config.pooling is not None:
         raise StartError(f"{option} speeds up the generation of text, which this model does not do: leave it out.")
+    if args.enable_memory_saver:
+        raise StartError("--enable-memory-saver does not support --speculative-algorithm: leave one of the two out.")
     if args.speculative_algorithm == "NEXTN":
         served_mtp(config)
     if runs_on_cpu(args):

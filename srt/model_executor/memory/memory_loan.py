@@ -49,10 +49,7 @@ class MemoryLoan(Protocol):
 
 def memory_loan(runner: ModelRunner, start: WeightsSource) -> MemoryLoan:
     """Return the loan of a rank. `start` says where the weights of the start are kept. StartError if a part could not be taken back."""
-    loaded = runner.loaded
-    if loaded.args.speculative_algorithm is not None:
-        raise StartError("--enable-memory-saver does not support --speculative-algorithm: leave one of the two out.")
-    return HostMemoryLoan(runner, start) if loaded.device.type == "cpu" else DeviceMemoryLoan(runner)
+    return HostMemoryLoan(runner, start) if runner.loaded.device.type == "cpu" else DeviceMemoryLoan(runner)
 
 
 class DeviceMemoryLoan:

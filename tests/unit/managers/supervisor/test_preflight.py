@@ -320,6 +320,12 @@ def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
             with_draft_model(replace(args_for(folder), device="cuda", **drafting), folder)
 
 
+def test_drafts_are_refused_beside_memory_that_is_released(qwen3_checkpoint: Path) -> None:
+    args = replace(args_for(qwen3_checkpoint), speculative_algorithm="NGRAM", enable_memory_saver=True)
+    with pytest.raises(StartError, match="--enable-memory-saver does not support --speculative-algorithm"):
+        check_model(args)
+
+
 def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
     qwen3_checkpoint: Path, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
