@@ -28,12 +28,10 @@ _TILES_TOGETHER: Final = 8
 
 
 class RoundedRows(NamedTuple):
-    """Rows as e4m3 numbers."""
+    """Rows as e4m3 numbers. Scales of groups of columns are next to each other in memory for each group."""
 
     numbers: torch.Tensor  # [rows, K] e4m3
-    scales: (
-        torch.Tensor
-    )  # [rows, 1] float32, or [rows, groups of 128 columns], those of a group next to each other in memory
+    scales: torch.Tensor  # [rows, 1], or [rows, groups of 128 columns]; float32
 
 
 @jit

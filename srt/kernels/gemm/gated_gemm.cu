@@ -21,7 +21,8 @@ __device__ __forceinline__ float2 load_pair(const float* from) {
 }
 
 // `width` is the number of columns of the result. If SCALED, x was multiplied by a norm's weight only, and `x_squares` holds the sums of
-// squares for `find_scales`. If PARTED, the sums of each `split_blocks` blocks begin at zero and are added to a total. Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
+// squares for `find_scales`. If PARTED, the sums of each `split_blocks` blocks begin at zero and are added to a total.
+// Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares,
               const float* x_scales, const float* w_scales, u16* out, int num_rows, int width, int num_blocks, int split_blocks,

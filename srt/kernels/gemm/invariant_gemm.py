@@ -79,7 +79,7 @@ class ProductTiles:
 
 @jit
 def _gated(gates: tl.tensor, ups: tl.tensor) -> tl.tensor:
-    """Return silu(gates) * ups, with the instructions that `gated_gemm.cu` has."""
+    """Return silu(gates) * ups, with the instructions that `row_tiles.cuh` has."""
     if INTERPRETED:
         return gates * tl.sigmoid(gates) * ups
     return tl.inline_asm_elementwise(

@@ -123,7 +123,7 @@ __device__ __forceinline__ u32 bytes_of(float4 values) {
   return low | (u32)high << 16;
 }
 
-// The same instructions as in gated_gemm.cu, which serves other numbers of rows.
+// The same instructions as in row_tiles.cuh, for kernels that serve other numbers of rows.
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // Rotates a lane's part of a head, after its norm if HEAD_NORM. Corresponding columns of the two halves rotate together.
