@@ -268,7 +268,7 @@ class Runtime:
         self._engine.run(self._engine.leave_update_group({"group_name": group_name}))
 
     def release_memory_occupation(self, tags: list[str] | None = None, refuse_requests: bool = False) -> None:
-        """Give memory back to the host, as POST /release_memory_occupation does. Calls of `generate` wait until all of it is back."""
+        """Give memory back, as POST /release_memory_occupation does. Calls of `generate` wait until all of it is back."""
         self._engine.run(self._engine.release_memory({"tags": tags, "refuse_requests": refuse_requests}))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:

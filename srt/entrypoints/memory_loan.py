@@ -35,12 +35,12 @@ class ResumeBody(RequestBody):
 
 
 async def release_memory_occupation(exchange: Exchange, service: Service) -> None:
-    """Give memory back to the host, and run nothing until all of it was resumed."""
+    """Give memory back to the GPU, or on a CPU to the host, and run nothing until all of it was resumed."""
     await exchange.send_json(await release(ReleaseBody.parse(await exchange.read_json(if_empty={})), service))
 
 
 async def resume_memory_occupation(exchange: Exchange, service: Service) -> None:
-    """Take memory again that was released. The weights are read from their folder, and requests go on when nothing is released any more."""
+    """Take memory again that was released. Requests go on when nothing is released any more."""
     await exchange.send_json(await resume(ResumeBody.parse(await exchange.read_json(if_empty={})), service))
 
 
