@@ -90,10 +90,7 @@ class ResourceRules:
         if message.version < self._pins_version:
             return
         self._pins_version = message.version
-        before = self._pinned
         self._pinned = {one.key for one in message.resources[: self._settings.most_resources - 1]}
-        for key in (before - self._pinned) & self._held.keys():
-            self._held[key].used_at = self._turn  # to be pinned is to be used
         self._pins_lacking &= self._pinned
         for key in self._pinned:
             held = self._held.get(key)

@@ -32,6 +32,7 @@ class _Entry:
         "ranks_left",
         "reason",
         "resource",
+        "unused_since",
         "users",
         "waiting",
         "wanted_s",
@@ -49,6 +50,7 @@ class _Entry:
         self.ranks_left = ranks  # that have not answered
         self.reason = ""  # why a rank could not prepare it
         self.users = 0  # requests that need it and have not ended
+        self.unused_since = 0  # the number of times that others had been left without users before it was
         self.waiting: list[Request] = []  # of these, those that it keeps from the queue
 
     @property
@@ -70,6 +72,7 @@ class Resources:
         self._pinned: set[str] = set()  # keys of those that are held whether requests need them or not
         self._idle: dict[str, _Entry] = {}  # ready and needed by nobody, that of longest ago first
         self._num_closed = 0
+        self._num_unused = 0  # times that a resource was left without users
         self._num_held = 0  # those that the workers hold, or were asked to prepare
         self._messages: list[Prepare | Release] = []
 
@@ -153,7 +156,8 @@ class Resources:
         self._pinned = set(wanted)
         for key, entry in list(self._entries.items()):
             if entry.users == 0 and key in before and key not in wanted:
-                self._note_unused(entry)
+                self._forget_or_keep(entry)
+        self._idle = dict(sorted(self._idle.items(), key=lambda item: item[1].unused_since))
         ready: list[Request] = []
         for key, resource in wanted.items():
             self._idle.pop(key, None)
@@ -294,6 +298,12 @@ class Resources:
         )
 
     def _note_unused(self, entry: _Entry) -> None:
+        """Nobody needs it any more."""
+        self._num_unused += 1
+        entry.unused_since = self._num_unused
+        self._forget_or_keep(entry)
+
+    def _forget_or_keep(self, entry: _Entry) -> None:
         """Nobody needs it. What was never asked for, or has failed, is forgotten; what is being prepared goes on."""
         key = entry.resource.key
         if key in self._pinned and not (entry.reason or entry.is_late):

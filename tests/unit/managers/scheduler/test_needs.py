@@ -212,6 +212,21 @@ def test_a_pinned_adapter_is_held_and_never_makes_room() -> None:
     assert world.told() == ["-red", "+blue"]
 
 
+def test_what_is_pinned_no_more_makes_room_in_the_order_of_its_use() -> None:
+    world = World(most_adapters=2)
+    for number, name in enumerate(("red", "blue")):
+        used = request(number, name)
+        world.enter(used)
+        world.told()
+        world.answer(name)
+        if name == "red":
+            world.needs.pin(PinResources(1, [Resource("adapter", "red", b"")]))
+        world.leave(used)
+    world.needs.pin(PinResources(2, []))
+    world.enter(request(3, "green"))
+    assert world.told() == ["-red", "+green"]
+
+
 def test_a_closed_adapter_that_is_pinned_takes_requests_again() -> None:
     world = World(most_adapters=2)
     for number, key in enumerate(("red", "blue"), 1):
