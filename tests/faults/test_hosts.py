@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """The answers of a server on one host."""
     with ServerProcess("srt.launch_server", words_for(folder), tmp_path_factory.mktemp("one-host")) as server:
         return all_streamed(server.wait_ready())
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Make a folder with a short name: sockets lie in folders of both hosts within, and their names are limited."""
+    with tempfile.TemporaryDirectory(prefix="srt-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
