@@ -42,8 +42,8 @@ def alike_in_resources(settings: Settings, seed: int) -> Settings:
     if settings.is_alike or settings.num_slots > MOST_SLOTS or rng.random() >= RESOURCES_SHARE:
         return settings
     small = _small(settings, rng, 20, 40, memory=rng.choice((0.4, 1.0)))
-    many = replace(small, num_requests=12 * small.num_slots, arrival_gap=rng.choice((1.0, 4.0)) * small.arrival_gap)
-    few, share = replace(many, num_resources=rng.choice((12, 40, 80))), rng.choice((0.7, 1.0))
+    many = replace(small, num_requests=18 * small.num_slots, arrival_gap=rng.choice((1.0, 4.0)) * small.arrival_gap)
+    few, share = replace(many, num_resources=rng.choice((12, 40, 80))), rng.choice((0.6, 1.0))
     most = rng.choice((1, 3, 3, 8))
     return replace(few, most_resources=most, resource_share=share, num_deaths=rng.choice((0, 1, 3)), is_alike=True)
 
