@@ -31,7 +31,7 @@ NUM_PROMPTS = 8
 NUM_STREAMS = 6
 LENGTH = 80
 TARGETS = ("worker", "scheduler", "frontend", "replica")
-WHOLE_S = 120.0  # for a killed process to be replaced
+WHOLE_S = 240.0  # for a killed process to be replaced
 QUIET_STREAMS = 12  # that end before the first kill, for the longest gap that is no fault's
 
 
