@@ -86,7 +86,9 @@ inline void multiply_floats(const Matrix& matrix, int64_t output, const Inputs& 
     const int64_t n = matrix.num_inputs;
     const Weight* weight = static_cast<const Weight*>(matrix.values) + output * n;
     const float* from = x.floats + row * n;
-    Floats sums[NUM_ROWS][NUM_OUTPUTS] = {};
+    Floats sums[NUM_ROWS][NUM_OUTPUTS];
+    for (auto& of_row : sums)
+        for (Floats& sum : of_row) sum = fill(0.0f);  // `= {}` would write them to memory
     for (int64_t i = 0; i < n; i += LANES) {
         prefetch<NUM_OUTPUTS, LANES>(weight, i, row);
         Floats inputs[NUM_ROWS];
@@ -105,7 +107,9 @@ inline void multiply_integers(const Matrix& matrix, int64_t output, const Inputs
     const int64_t n = matrix.num_inputs;
     const int8_t* weight = static_cast<const int8_t*>(matrix.values) + output * n;
     const int16_t* from = x.numbers + row * n;
-    __m256i sums[NUM_ROWS][NUM_OUTPUTS] = {};
+    __m256i sums[NUM_ROWS][NUM_OUTPUTS];
+    for (auto& of_row : sums)
+        for (__m256i& sum : of_row) sum = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 2 * LANES) {
         prefetch<NUM_OUTPUTS, 2 * LANES>(weight, i, row);
         __m256i inputs[NUM_ROWS];
