@@ -133,6 +133,8 @@ def foreign_tables() -> Iterator[tuple[str, str, dict[str, list[str]]]]:
             if handler in OPERATIONS and (body := OPERATIONS[handler].body) is not None:
                 bodies.setdefault(body, path)
     for body, path in bodies.items():
+        if not body.FAMILY:
+            continue  # a route that no other server has
         yield f"`{path}`", body.FAMILY, _rows(body.FAMILY, body.model_fields)
         for title, family, own in WITHIN.get(body, ()):
             yield f"{title} of `{path}`", family, _rows(family, own)

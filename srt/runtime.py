@@ -19,7 +19,7 @@ from srt.server_args import ArgumentError, ServerArgs, from_keywords
 from srt.utils.checkpoint import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from srt.entrypoints.answers import RenamedWeights, UpdatedWeights, WeightHashes
+    from srt.entrypoints.answers import RenamedWeights, Succeeded, UpdatedWeights, WeightHashes
     from srt.entrypoints.local_engine import Answer, Chunks, LocalEngine
 
 HTTP_ONLY = (
@@ -37,7 +37,6 @@ ELSEWHERE = MappingProxyType(
         ),
         "endpoint": "this engine has no language for programs of its own; url and generate_url are there",
         "collective_rpc": "this engine runs nothing but its own steps in its workers",
-        "save_sharded_model": "this engine writes no checkpoints",
     }
 )
 
@@ -274,6 +273,10 @@ class Runtime:
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Take memory again that was released, as POST /resume_memory_occupation does."""
         self._engine.run(self._engine.resume_memory({"tags": tags}))
+
+    def save_sharded_model(self, path: str, pattern: None = None, max_size: int | None = None) -> Succeeded:
+        """Save the weights as each rank holds them, as POST /save_sharded_model does, for `load_format="sharded_state"`."""
+        return self._engine.run(self._engine.save_weights({"path": path, "pattern": pattern, "max_size": max_size}))
 
     def weights_checker(self) -> WeightHashes:
         """Return a hash of each weight of each rank, as POST /weights_checker does."""

@@ -53,9 +53,9 @@ class ServerArgs(HostOptions):
     tokenizer_path: str | None = option(None, "folder of the tokenizer, if it is not the model's", group=MODEL)
     load_format: str = option(
         "auto",
-        "how the weights are loaded; auto: safetensors, or else PyTorch's .bin; dummy: random weights",
+        "how the weights are loaded; auto: safetensors, or else .bin; dummy: random ones; sharded_state: saved by rank",
         group=MODEL,
-        choices=("auto", "safetensors", "dummy"),
+        choices=("auto", "safetensors", "dummy", "sharded_state"),
     )
     model_impl: str = option(
         "auto",

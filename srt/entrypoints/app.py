@@ -21,6 +21,7 @@ from srt.entrypoints import (
     tokenizing,
     web_page,
     weight_groups,
+    weight_saving,
     weights,
 )
 from srt.entrypoints.anthropic import messages
@@ -87,6 +88,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {
     "/resume_memory_occupation": {"POST": memory_loan.resume_memory_occupation},
     "/weights_checker": {"POST": weights.weights_checker},
     "/get_weights_by_name": {"POST": weights.get_weights_by_name},
+    "/save_sharded_model": {"POST": weight_saving.save_sharded_model},
     "/update_weight_version": {"POST": weights.update_weight_version},
     **{path: {"POST": adapters.load_lora_adapter} for path in ("/load_lora_adapter", "/v1/load_lora_adapter")},
     **{path: {"POST": adapters.unload_lora_adapter} for path in ("/unload_lora_adapter", "/v1/unload_lora_adapter")},

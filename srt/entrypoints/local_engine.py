@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from srt.entrypoints.adapters import LoadAdapterBody, UnloadAdapterBody, load, unload
-from srt.entrypoints.answers import Generated, RenamedWeights, UpdatedWeights, WeightHashes
+from srt.entrypoints.answers import Generated, RenamedWeights, Succeeded, UpdatedWeights, WeightHashes
 from srt.entrypoints.embeddings.answer_types import Encoded, Ranked, Scores
 from srt.entrypoints.embeddings.bodies import DimensionsBody, EncodeBody, RerankBody, ScoreBody
 from srt.entrypoints.embeddings.embedding_routes import encoded, encoded_answer
@@ -29,6 +29,7 @@ from srt.entrypoints.request_schema import renamed
 from srt.entrypoints.service import Service
 from srt.entrypoints.streaming import Pacer, run_all
 from srt.entrypoints.weight_groups import DestroyGroupBody, InitGroupBody, ReceiveBody, join, leave, receive
+from srt.entrypoints.weight_saving import SaveBody, save
 from srt.entrypoints.weights import (
     NamedBody,
     RenameBody,
@@ -249,6 +250,9 @@ class LocalEngine:
 
     async def resume_memory(self, body: dict[str, Any]) -> None:
         await resume(ResumeBody.parse(body), self._service)
+
+    async def save_weights(self, body: dict[str, Any]) -> Succeeded:
+        return await save(SaveBody.parse(body), self._service)
 
     async def weight_hashes(self) -> WeightHashes:
         return await checksums(self._service)

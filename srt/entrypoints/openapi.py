@@ -22,6 +22,7 @@ from srt.entrypoints import (
     tokenizing,
     web_page,
     weight_groups,
+    weight_saving,
     weights,
 )
 from srt.entrypoints.answer_schemas import answer_schema
@@ -247,6 +248,9 @@ OPERATIONS: Mapping[Handler, Operation] = MappingProxyType(
         ),
         weights.get_weights_by_name: Operation(
             "Weights", {"type": "array"}, body=weights.NamedBody, errors=(*_BODY, 503)
+        ),
+        weight_saving.save_sharded_model: Operation(
+            "Weights", answers.Succeeded, body=weight_saving.SaveBody, errors=(*_BODY, 503)
         ),
         weights.update_weight_version: Operation(
             "Weights", answers.RenamedWeights, body=weights.RenameBody, errors=(*_BODY, 503)

@@ -14,7 +14,7 @@ ADMIN = frozenset(
         *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weight_version"),
         *("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),
         *("/release_memory_occupation", "/resume_memory_occupation"),
-        *("/weights_checker", "/get_weights_by_name"),
+        *("/weights_checker", "/get_weights_by_name", "/save_sharded_model"),
         *("/configure_logging", "/freeze_gc", "/start_profile", "/stop_profile"),
     )
 )

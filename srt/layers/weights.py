@@ -97,6 +97,9 @@ class WeightedModule(nn.Module):
     def finish(self, dtype: torch.dtype, device: torch.device) -> None:
         """Bring what was loaded into the form that is used. Called once, after loading, when the weights inside are finished."""
 
+    def take_finished_form(self) -> None:
+        """Become, without memory, what `finish` makes of this module. Called instead of it, before finished tensors are set."""
+
 
 def model_weight_pieces(model: nn.Module) -> list[WeightPiece]:
     """Return the pieces of every parameter of the model, in the order of its modules."""

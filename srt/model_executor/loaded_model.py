@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -28,19 +29,22 @@ from srt.model_executor.memory.releasable_memory import releasable_parts
 from srt.model_executor.step.draw_store import DrawStore
 from srt.model_executor.step.plan_arrays import Staging
 from srt.model_loader.kv_scales import read_kv_scales
-from srt.model_loader.loader import LoadConfig, get_model_loader
+from srt.model_loader.loader import LoadConfig, ModelLoader, get_model_loader
 from srt.model_loader.model_adapters import ModelAdapters
+from srt.model_loader.sharded_state import ShardedStateLoader, cpu_layout
 from srt.models.any_model import AnyModel
 from srt.models.causal_lm import CausalLM
 from srt.models.library.encoder import LibraryEncoder
 from srt.models.library.library_model import LibraryCausalLM
 from srt.server_args import ServerArgs
+from srt.utils.checkpoint import is_sharded
 from srt.utils.errors import StartError
 from srt.utils.kv_scales_file import read_scales_file
 from srt.utils.layer_spec import AttentionKind, LatentAttention, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
 from srt.utils.pipeline_stage import Stage, stages_of
+from srt.utils.sharded_state import check_sharded
 
 logger = logging.getLogger(__name__)
 NO_ATTENTION = SelfAttention(0, 1, 1, 1.0, None)
@@ -86,6 +90,10 @@ class LoadedModel:
     def most_in_flight(self) -> int:
         """Steps that may be launched and not answered."""
         return most_in_flight(self.args, self.stage.num_stages)
+
+    def on_all_ranks(self, is_true: bool) -> bool:
+        """Return whether this is true on all ranks of the replica. All must call it."""
+        return self.pipeline.min_int(self.tp.min_int(int(is_true))) == 1
 
     @contextmanager
     def naming_lost_peer(self) -> Iterator[None]:
@@ -166,7 +174,7 @@ def load_model(
         draw_store = DrawStore.allocate(device, args.max_running_requests, most_in_flight(args, stage.num_stages))
     kv_scales = None if kv_dtype == dtype else _read_kv_scales(args, config, folder, tp)
     with torch.inference_mode(), memory.region("weights"):
-        loader = get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
+        loader = _loader_for(args, config, Path(folder))
         fits, ops = partial(check_weights, device=device), resolve_ops(args, device)
         with memory.releasable("weights"):
             model = loader.load_model(config, folder, tp, dtype, device, report_weights, fits, library, ops, stage)
@@ -194,6 +202,14 @@ def load_model(
         model=model,
         adapters=_adapters_of(args, config, model, memory, dtype, device),
     )
+
+
+def _loader_for(args: ServerArgs, config: ModelConfig, folder: Path) -> ModelLoader:
+    """Return the loader of what the folder has; after an update that may be another form than --load-format says."""
+    if is_sharded(folder):
+        check_sharded(folder, args, config, cpu_layout())
+        return ShardedStateLoader()
+    return get_model_loader(LoadConfig(load_format=args.load_format))  # type: ignore[arg-type]  # a checked choice
 
 
 def _all_capture_prompts(backend: AttentionBackend, tp: TensorParallel, pipeline: Pipeline) -> bool:

@@ -31,8 +31,9 @@ from srt.model_executor.step.step_planner import DecodeStep, HostStep, StepPlann
 from srt.model_executor.step.step_sampler import LogprobParts, StepSampler
 from srt.model_executor.update_groups import UpdateGroups
 from srt.model_executor.weight_inspection import inspect_weights
+from srt.model_executor.weight_saving import save_weights
 from srt.model_executor.weight_update import update_weights
-from srt.protocol.engine_work import InspectWeights, NewWeights
+from srt.protocol.engine_work import InspectWeights, NewWeights, SaveWeights
 from srt.protocol.messages import PlanSection, Scalar, int32_array
 from srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -115,6 +116,11 @@ class ModelRunner:
     def inspect_weights(self, work: InspectWeights, report: Callable[[], None]) -> dict[str, Scalar]:
         """Return hashes of the weights, or values of one (weight_inspection.py)."""
         return inspect_weights(self.loaded, work, report)
+
+    @torch.inference_mode()
+    def save_weights(self, work: SaveWeights, report: Callable[[], None]) -> dict[str, Scalar]:
+        """Write this rank's weights to a folder (weight_saving.py)."""
+        return save_weights(self.loaded, work, report)
 
     @property
     def max_row_tokens(self) -> int:

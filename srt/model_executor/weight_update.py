@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from srt.model_executor.loaded_model import LoadedModel, resolve_ops
 from srt.model_executor.update_groups import NO_STAGES, UpdateGroups
+from srt.model_loader.sharded_state import ShardedUpdate, cpu_layout, rank_in_replica
 from srt.model_loader.weight_sources import FolderSource, TensorSource, WeightSource
 from srt.model_loader.weight_update import WeightUpdate
 from srt.models.causal_lm import CausalLM
 from srt.protocol.engine_work import LoadWeights, NewWeights, ReceiveWeights
-from srt.utils.checkpoint import version_of
+from srt.utils.checkpoint import is_sharded, version_of
 from srt.utils.errors import StartError, UpdateError
 from srt.utils.model_config import ModelConfig
+from srt.utils.sharded_state import check_sharded
 
 
 def update_weights(loaded: LoadedModel, work: NewWeights, groups: UpdateGroups, report: Callable[[], None]) -> str:
@@ -22,21 +25,13 @@ def update_weights(loaded: LoadedModel, work: NewWeights, groups: UpdateGroups, 
     UpdateError on every rank if one of them cannot. Any other error leaves the weights mixed, so that the process must end. `report` is
     called whenever there is progress.
     """
-    update, files, error = None, "", ""
+    update: WeightUpdate | ShardedUpdate | None = None
+    files, error = "", ""
     try:
         check_supported(loaded)
-        is_partial = isinstance(work, ReceiveWeights) or work.is_partial
-        if isinstance(work, ReceiveWeights):
-            received = groups.receive(work, report)
-            source: WeightSource = TensorSource(received, f"from the group {work.group}")
-        else:
+        if isinstance(work, LoadWeights):
             files = version_of(work.folder)
-            if not work.is_partial:
-                _check_config(loaded, work.folder)
-            source = FolderSource(work.folder)
-        ops = resolve_ops(loaded.args, loaded.device)
-        place = loaded.our_model, loaded.config, loaded.tp, ops, loaded.dtype, source
-        update = WeightUpdate(*place, is_partial=is_partial, report=report)
+        update = _update_of(loaded, work, groups, report)
         update.check()
         if isinstance(work, LoadWeights) and version_of(work.folder) != files:
             raise UpdateError(f"The files in {work.folder} were changed while they were read.")
@@ -49,6 +44,30 @@ def update_weights(loaded: LoadedModel, work: NewWeights, groups: UpdateGroups, 
     assert update is not None
     update.write()
     return files
+
+
+def _update_of(
+    loaded: LoadedModel, work: NewWeights, groups: UpdateGroups, report: Callable[[], None]
+) -> WeightUpdate | ShardedUpdate:
+    is_partial = isinstance(work, ReceiveWeights) or work.is_partial
+    if isinstance(work, ReceiveWeights):
+        source: WeightSource = TensorSource(groups.receive(work, report), f"from the group {work.group}")
+    else:
+        if not work.is_partial:
+            _check_config(loaded, work.folder)
+        if is_sharded(work.folder):
+            return _sharded_update(loaded, Path(work.folder), report)
+        source = FolderSource(work.folder)
+    ops = resolve_ops(loaded.args, loaded.device)
+    place = loaded.our_model, loaded.config, loaded.tp, ops, loaded.dtype, source
+    return WeightUpdate(*place, is_partial=is_partial, report=report)
+
+
+def _sharded_update(loaded: LoadedModel, folder: Path, report: Callable[[], None]) -> ShardedUpdate:
+    if loaded.device.type != "cpu":
+        raise UpdateError(f"The weights in {folder} are saved by rank, which a CPU can load only: use a checkpoint.")
+    check_sharded(folder, loaded.args, loaded.config, cpu_layout())
+    return ShardedUpdate(loaded.our_model, folder, rank_in_replica(loaded.tp, loaded.stage), report)
 
 
 def check_supported(loaded: LoadedModel) -> None:

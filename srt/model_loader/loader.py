@@ -41,8 +41,9 @@ Fill = Callable[[Progress], None]
 class LoadConfig:
     """Options for reading weights."""
 
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """auto reads safetensors files, or PyTorch's own (.bin) where there are none; dummy draws random weights and needs no files."""
+    load_format: Literal["auto", "safetensors", "dummy", "sharded_state"] = "auto"
+    """auto reads safetensors files, or PyTorch's own (.bin) where there are none; dummy draws random weights and needs no files;
+    sharded_state is auto for all folders but those that `ShardedStateLoader` reads."""
     seed: int = 0
     """Seed of dummy weights."""
 
@@ -50,6 +51,7 @@ class LoadConfig:
 class ModelLoader(ABC):
     """Builds a model and fills its parameters."""
 
+    @abstractmethod
     def load_model(
         self,
         config: ModelConfig,
@@ -68,9 +70,27 @@ class ModelLoader(ABC):
         `check_size` is called with the size of the parameters in bytes before anything is read or allocated. `model` is a model of the
         library, on the meta device; without it our own is built, with `ops` or else those of the device: all of it, or one stage.
         """
+
+
+class _FillingLoader(ModelLoader):
+    """Fills what was built with tensors of a checkpoint, or random ones, and then brings them into the form that is used."""
+
+    def load_model(
+        self,
+        config: ModelConfig,
+        folder: str | Path,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+        check_size: Callable[[int], None] = lambda num_bytes: None,
+        model: LibraryCausalLM | LibraryEncoder | None = None,
+        ops: LayerOps | None = None,
+        stage: Stage | None = None,
+    ) -> AnyModel:
         config.check_tp(tp.size, tp.expert_groups)
         ops = ops or layer_ops(device)
-        built = model or _build_ours(config, tp, ops, stage)
+        built = model or build_ours(config, tp, ops, stage)
         check_size(_num_bytes(built, dtype))
         has_all = tp.expert_groups == 1 and (stage is None or stage.num_stages == 1)
         whole = built if has_all else build_whole(config, ops)
@@ -91,7 +111,7 @@ class ModelLoader(ABC):
         """
 
 
-class CheckpointLoader(ModelLoader):
+class CheckpointLoader(_FillingLoader):
     """Reads this rank's slices of a checkpoint's files."""
 
     def __init__(self, is_safetensors_only: bool = False) -> None:
@@ -112,7 +132,7 @@ class CheckpointLoader(ModelLoader):
         return pieces, lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
 
 
-class DummyLoader(ModelLoader):
+class DummyLoader(_FillingLoader):
     """Draws random weights: the same for the same seed, for any number of ranks."""
 
     def __init__(self, seed: int) -> None:
@@ -126,14 +146,15 @@ class DummyLoader(ModelLoader):
         return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
 
 
-def _build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None) -> CausalLM:
+def build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None) -> CausalLM:
+    """Return the model of our layers, without memory: all of it, or one stage."""
     with torch.device("meta"):
         return CausalLM(config, tp, ops, stage)
 
 
 def build_whole(config: ModelConfig, ops: LayerOps) -> CausalLM:
     """Return the model with all layers and experts, without memory: it knows what a checkpoint has for other ranks."""
-    return _build_ours(config, TensorParallel(0, 1, None, torch.device("cpu")), ops, None)
+    return build_ours(config, TensorParallel(0, 1, None, torch.device("cpu")), ops, None)
 
 
 def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCausalLM | LibraryEncoder) -> list[str]:
@@ -150,7 +171,7 @@ def _unused(folder: Path, headers: Mapping[str, TensorHeader], model: LibraryCau
 def get_model_loader(config: LoadConfig) -> ModelLoader:
     """Return the loader for a load format."""
     match config.load_format:
-        case "auto" | "safetensors":
+        case "auto" | "safetensors" | "sharded_state":
             return CheckpointLoader(is_safetensors_only=config.load_format == "safetensors")
         case "dummy":
             return DummyLoader(config.seed)
@@ -171,6 +192,12 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
                 twin = nn.Parameter(torch.empty(parameter.shape, dtype=own, device=device), requires_grad=False)
                 made[id(parameter)] = twin
             setattr(module, name, twin)
+    move_buffers(model, device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move what is computed and not loaded to `device`."""
+    for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
 

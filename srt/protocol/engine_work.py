@@ -81,7 +81,17 @@ class LeaveUpdateGroup(Wire, frozen=True, tag=8):
     name: str
 
 
-SameWeights = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup
+class SaveWeights(Wire, frozen=True, tag=11):
+    """Write the rank's weights to this folder, which exists, as they are held (srt/utils/sharded_state.py).
+
+    A file has at most `most_bytes` of them, if that is not 0. WorkDone reports which CPUs they are `packed_for`.
+    """
+
+    folder: str
+    most_bytes: int
+
+
+SameWeights = InspectWeights | JoinUpdateGroup | LeaveUpdateGroup | SaveWeights
 """Work that leaves the weights as they are."""
 NewWeights = LoadWeights | ReceiveWeights
 WeightsWork = NewWeights | SameWeights

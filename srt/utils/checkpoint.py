@@ -18,7 +18,10 @@ from srt.utils.torch_file import read_torch_file
 SHIPPED_MODELS = Path(__file__).resolve().parent.parent / "assets" / "models"
 DEFAULT_MODEL = "tiny"  # the shipped model used when none is named
 
+SHARDED_INDEX = "sharded_state.json"
+"""In a folder with weights as the ranks of a server hold them (sharded_state.py)."""
 HUB_PATTERNS = (
+    SHARDED_INDEX,
     "config.json",
     "generation_config.json",
     "*.safetensors",
@@ -40,7 +43,7 @@ TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Element types, by their safetensors name, that are converted to the model's."""
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
 """Sizes of the loadable element types."""
 
 _QUANTISED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "_linear.weight")
@@ -135,6 +138,11 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None) -> Pa
     return Path(folder)
 
 
+def is_sharded(folder: str | Path) -> bool:
+    """Return whether the folder has weights as the ranks of a server hold them."""
+    return Path(folder, SHARDED_INDEX).is_file()
+
+
 def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
     """Return the header of every tensor by name, in the order of the files. Reads no data.
 
@@ -142,6 +150,8 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
     or neither.
     """
     folder = Path(folder)
+    if is_sharded(folder):
+        raise ModelError(f"The weights in {folder} are saved by rank: read them with --load-format sharded_state.")
     headers: dict[str, TensorHeader] = {}
     files, weight_map = _weight_files(folder)
     for file in files:
@@ -164,6 +174,8 @@ def estimate_weight_bytes(folder: str | Path, dtype: str | None = None, quantise
 
     If --quantization `quantises` them, the matrices of layers take a byte for each element.
     """
+    if is_sharded(folder):  # as they will be held
+        return sum(h.num_bytes for file in Path(folder).glob("*.safetensors") for h in read_safetensors_headers(file))
     headers = read_headers(folder).values()
     if dtype is None:
         return sum(header.num_bytes for header in headers)

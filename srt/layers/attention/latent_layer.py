@@ -35,6 +35,11 @@ class LatentExpansion(ColumnParallelLinear):
         if self.weight.matrix is None:
             self.weight = PlainWeight.of(self.weight.unpacked(dtype, device))
 
+    def take_finished_form(self) -> None:
+        if self.weight.matrix is None:
+            with torch.device("meta"):
+                self.weight = PlainWeight(*self.weight.shape)
+
     @property
     def parts_of_heads(self) -> tuple[Tensor, Tensor]:
         """The matrices [heads, nope_dim, latent_rank] of keys and [heads, value_dim, latent_rank] of values."""

@@ -48,6 +48,11 @@ class PackedExperts(nn.Module):
             weight.arrange()
         self.stack()
 
+    def restore(self) -> None:
+        """Make the matrices ready when their tensors were set to those of matrices that were ready already, on a CPU."""
+        for index in range(self.shape[0]):
+            self._weight(index).restore()
+
     def stack(self) -> None:
         """Bring the numbers and the scales of all experts into one tensor each, of which each expert keeps a view."""
         weights = [self._weight(index) for index in range(self.shape[0])]

@@ -93,7 +93,7 @@ class IntWeight(LinearWeight):
             _empty((len(places) * num_inputs,), torch.int32) if form.has_order else None
         )
         """While loading the group of each input, for each merged layer; then [inputs], or None if groups follow each other."""
-        self.order: Tensor | None = None
+        self.order: nn.Parameter | None = None
         """Which input stands at each place [inputs] int64, if inputs were sorted by group."""
         self._product: PackedProduct | Int4Product | None = None
 
@@ -174,7 +174,7 @@ class IntWeight(LinearWeight):
             if bool((counts[present] == self.group_size).all()):
                 in_order = torch.arange(len(order), device=order.device)
                 if not torch.equal(order, in_order):
-                    numbers, self.order = numbers[:, order], order
+                    numbers, self.order = numbers[:, order], _parameter(order)
                 scales, zeros = scales[:, present], None if zeros is None else zeros[:, present]
                 group_of = None
         self.packed = _parameter((pack_halves(numbers) if self.num_bits == 4 else numbers).contiguous())
@@ -188,6 +188,17 @@ class IntWeight(LinearWeight):
             self._product = self._gpu_product()
         if self._runs_on_cpu_as_packed:
             self._product = self._cpu_product()
+
+    def restore(self) -> None:
+        if self.is_repacked:
+            self._product = Int4Product(self.packed.detach(), self.scales.detach(), self.group_size)
+        else:
+            self.choose_product()
+
+    @property
+    def is_repacked(self) -> bool:
+        """Whether the weight exists only in PyTorch's layout, which depends on the CPU."""
+        return self.scales.dim() > 2
 
     @property
     def packed_matrix(self) -> PackedMatrix | None:

@@ -121,6 +121,10 @@ class LinearWeight(nn.Module):
         self.arrange()
         self.choose_product()
 
+    def restore(self) -> None:
+        """Make the weight ready to multiply when its tensors were set to those of a weight that was ready already."""
+        self.choose_product()
+
     def arrange(self) -> None:
         """Bring the loaded tensors into the form in which they are multiplied."""
 

@@ -13,7 +13,7 @@ from srt.lora.adapter_files import AdapterLimits, read_adapter
 from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
 from srt.server_args import GPU_CHUNKS, ServerArgs
-from srt.utils.checkpoint import estimate_weight_bytes, is_copy, read_headers, resolve_model_path
+from srt.utils.checkpoint import estimate_weight_bytes, is_copy, is_sharded, read_headers, resolve_model_path
 from srt.utils.deterministic import OPTION
 from srt.utils.draft_model import draft_model_args, gpu_drafting_obstacle, gpu_speculation_obstacle
 from srt.utils.eagle3_config import served_head
@@ -29,6 +29,7 @@ from srt.utils.mtp_config import served_mtp
 from srt.utils.page_groups import PageGroups
 from srt.utils.pipeline_stage import stages_of
 from srt.utils.quantization import QUANTIZING
+from srt.utils.sharded_state import LOAD_FORMAT, check_sharded, read_part_headers
 
 BACKLOG = 4096  # connections that may wait while frontends start or are replaced; the kernel may cap it
 LEAST_DESCRIPTORS = 256  # a few dozen for links and libraries, the rest for clients
@@ -161,10 +162,35 @@ def check_model(args: ServerArgs) -> Path:
         check_speculation(args, config)
     if args.sampling_defaults == "model":
         check_sampling_defaults(config)
+    if is_sharded(folder) or args.load_format == LOAD_FORMAT:
+        check_saved_by_rank(folder, config, args)
+    elif args.load_format != "dummy":
+        check_tied_head(folder, config)
     if args.load_format != "dummy":
         check_memory(folder, config, args)
-        check_tied_head(folder, config)
     return folder
+
+
+def check_saved_by_rank(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
+    """Raise StartError if the weights that save_sharded_model has saved cannot be loaded as the options say."""
+    option = f"--load-format {LOAD_FORMAT}"
+    if args.load_format != LOAD_FORMAT:
+        raise StartError(f"The weights in {folder} are saved by rank: load them with {option}.")
+    if not runs_on_cpu(args):
+        raise StartError(f"{option} works on a CPU only: start from a checkpoint, or serve with --device cpu.")
+    if args.nnodes > 1:
+        raise StartError(f"{option} works on one host only: start from a checkpoint with --nnodes.")
+    if args.speculative_algorithm == "NEXTN":
+        raise StartError(
+            f"{option} has no layer for NEXTN: start from a checkpoint, or leave --speculative-algorithm out."
+        )
+    if args.kv_cache_dtype != "auto" and args.quantization_param_path is None:
+        raise StartError(
+            f"{option} has no scales of keys and values: name them with --quantization-param-path, or leave --kv-cache-dtype out."
+        )
+    check_sharded(folder, args, config)
+    for rank in range(args.num_ranks):
+        read_part_headers(folder, rank)
 
 
 def check_kv_scales(path: str, args: ServerArgs, config: ModelConfig) -> None:

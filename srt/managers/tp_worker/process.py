@@ -38,6 +38,7 @@ from srt.protocol.engine_work import (
     ReleaseMemory,
     ResetTables,
     ResumeMemory,
+    SaveWeights,
     WeightsSource,
     Work,
 )
@@ -281,6 +282,8 @@ class TpWorker:
                 return {"files": update(work, self._note_progress)}
             case InspectWeights():
                 return self._runner.inspect_weights(work, self._note_progress)
+            case SaveWeights():
+                return self._runner.save_weights(work, self._note_progress)
             case JoinUpdateGroup():
                 self._runner.update_groups.join(work, self._note_progress)
                 return {}

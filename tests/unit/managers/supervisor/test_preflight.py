@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from srt.entrypoints.weight_saving import complete_folder
 from srt.managers.supervisor import preflight
 from srt.managers.supervisor.preflight import (
     ServerPlan,
@@ -31,7 +32,9 @@ from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
 from srt.utils.host import is_loopback
 from srt.utils.lora_options import GPU_LORA_RANK
+from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+from srt.utils.sharded_state import ShardedIndex
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.eagle3_heads import make_head
 from tests.support.random_adapter import AdapterSpec, write_adapter
@@ -383,3 +386,61 @@ def test_the_largest_rank_of_adapters_is_known_at_the_start_on_a_gpu(qwen3_check
         assert with_adapters(replace(args, **options), qwen3_checkpoint).max_lora_rank == expected
     with pytest.raises(StartError, match="--enable-lora on GPUs serves models on one each"):
         with_adapters(replace(args, tp_size=2), qwen3_checkpoint)
+
+
+def saved_by_rank(source: Path, folder: Path) -> ServerArgs:
+    """The options of a server of two ranks, as which the folder was saved."""
+    args = replace(args_for(folder), tp_size=2, load_format="sharded_state")
+    folder.mkdir()
+    complete_folder(source, folder, ShardedIndex.of(args, ModelConfig.served_from(source, args)))
+    for rank in range(2):
+        save_file({"weight": torch.zeros(4)}, folder / f"model-rank-{rank}-part-0.safetensors")
+    return args
+
+
+def test_weights_saved_by_rank_are_found_to_fit(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    args = saved_by_rank(qwen3_checkpoint, tmp_path / "saved")
+    assert preflight.check_model(args) == tmp_path / "saved"
+    preflight.check_model(replace(args, context_length=64, dp_size=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"load_format": "auto"}, r"are saved by rank: load them with --load-format sharded_state"),
+        ({"tp_size": 1}, r"were saved with --tp 2, not 1"),
+        ({"dtype": "bfloat16"}, r"were saved with --dtype float32, not bfloat16"),
+        ({"quantization": "int8"}, r"were saved with --quantization none, not int8"),
+        ({"json_model_override_args": '{"rms_norm_eps": 0.1}'}, r"were saved of another model"),
+        ({"model_impl": "transformers"}, r"for layers of ours only"),
+        ({"device": None}, r"works on a CPU only"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, r"has no scales of keys and values"),
+        ({"speculative_algorithm": "NEXTN"}, r"has no layer for NEXTN"),
+    ],
+)
+def test_a_mismatch_with_saved_weights_is_refused(
+    options: dict[str, Any], sentence: str, qwen3_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = saved_by_rank(qwen3_checkpoint, tmp_path / "saved")
+    monkeypatch.setattr(preflight, "runs_on_cpu", lambda args: args.device == "cpu")
+    monkeypatch.setattr(preflight, "served_mtp", lambda config: None)
+    with pytest.raises(StartError, match=sentence):
+        preflight.check_model(replace(args, **options))
+
+
+def test_a_folder_that_is_not_completely_saved_is_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    args = saved_by_rank(qwen3_checkpoint, tmp_path / "saved")
+    with pytest.raises(StartError, match=r"has no sharded_state\.json"):
+        preflight.check_model(replace(args, model_path=str(qwen3_checkpoint)))
+    (tmp_path / "saved" / "model-rank-1-part-0.safetensors").unlink()
+    with pytest.raises(StartError, match=r"lacks model-rank-1-part-0\.safetensors"):
+        preflight.check_model(args)
+    index = tmp_path / "saved" / "sharded_state.json"
+    for text, sentence in (
+        ("{}", "is not an index"),
+        ("[]", "is not an index"),
+        ('{"format_version": 2}', "is of version 2 of the format"),
+    ):
+        index.write_text(text)
+        with pytest.raises(StartError, match=sentence):
+            preflight.check_model(args)
