@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.scheduler.control_mutations import CONTROL_MUTATIONS
+from tests.scheduler.engine_work_mutations import ENGINE_WORK_MUTATIONS
 from tests.scheduler.frontend_mutations import FRONTEND_MUTATIONS
 from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, REPLACEMENT_MUTATIONS, Mutation
 from tests.scheduler.plant import MOST_WORLDS, SIMULATED, find, first_worlds, look, run_with
@@ -37,6 +38,15 @@ def test_a_bug_in_what_is_replaced_is_found_by_stories(mutation: Mutation, tmp_p
     print(f"\n{mutation.name}: {found.group(0)}")
 
 
+@pytest.mark.parametrize("mutation", ENGINE_WORK_MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_bug_in_updates_and_loans_is_found_by_worlds_of_them(mutation: Mutation, tmp_path: Path) -> None:
+    mutation.plant(tmp_path)
+    output = run_with(tmp_path, "from tests.scheduler.engine_work import tell_all", "tell_all()")
+    found = re.search(r"world \d+ of engine work broke.*", output)
+    assert found, f"nothing was found in all worlds:\n{output[-2000:]}"
+    print(f"\n{mutation.name}: {found.group(0)}")
+
+
 def check_found(mutation: Mutation, folder: Path) -> None:
     """The world that found it last is tried alone first: worlds know nothing of each other."""
     last = first_worlds().get(mutation.name, 0)
@@ -49,7 +59,7 @@ def check_found(mutation: Mutation, folder: Path) -> None:
 
 
 def test_every_bug_can_still_be_planted() -> None:
-    for mutation in (*SIMULATED, *REPLACEMENT_MUTATIONS, *WINDOW_MUTATIONS):
+    for mutation in (*SIMULATED, *REPLACEMENT_MUTATIONS, *WINDOW_MUTATIONS, *ENGINE_WORK_MUTATIONS):
         compile(mutation.text(), mutation.file, "exec")
 
 

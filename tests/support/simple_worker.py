@@ -68,6 +68,10 @@ class FakeWorker:
         """The seed of the request that was admitted to this slot last: tests know requests by it."""
         return self._slots[slot].admission.seed
 
+    def forget_kv(self) -> None:
+        """The KV memory was released, or written over."""
+        self._kv[:] = _NEVER_WRITTEN
+
     def do(self, work: WorkPlan) -> WorkDone:
         self._count(work.step)
         if isinstance(work.work, LoadWeights):
