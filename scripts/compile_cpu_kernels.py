@@ -28,11 +28,17 @@ def compile_library(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         new = Path(scratch, path.name)
-        command = [*compiler, *OPTIONS, "-o", str(new), *map(str, UNITS)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr.strip()[-2000:])
+        objects = [Path(scratch, f"{unit.stem}.o") for unit in UNITS]
+        for (unit, options), made in zip(UNITS.items(), objects, strict=True):
+            _run([*compiler, *OPTIONS, *options, "-c", "-o", str(made), str(unit)])
+        _run([*compiler, *OPTIONS, "-shared", "-o", str(new), *map(str, objects)])
         new.rename(path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-2000:])
 
 
 def main() -> None:

@@ -18,10 +18,20 @@ from typing import Final
 
 logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).parents[1] / "cpu"
-UNITS: Final = (SOURCES / "decode_step.cpp", SOURCES / "batch_invariant.cpp")
+AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+UNITS: Final = {
+    SOURCES / "decode_step.cpp": (),
+    SOURCES / "batch_invariant.cpp": (),
+    SOURCES / "prompt_attention.cpp": (),
+    SOURCES / "prompt_kernels_avx2.cpp": (),
+    SOURCES / "prompt_kernels_avx512.cpp": AVX512,
+    SOURCES / "prompt_kernels_bfloat16.cpp": (*AVX512, "-mavx512bf16"),
+}
+"""The units, each with its options beside those of all. What runs on newer processors only is called only there."""
+
 NAME: Final = "decode_step.so"
 OPTIONS: Final = (
-    "-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
+    "-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
 FEATURES: Final = {"avx2", "fma"}
 """What a processor must support; every x86 processor since 2015 does. Others use PyTorch's operations."""
@@ -29,7 +39,7 @@ FEATURES: Final = {"avx2", "fma"}
 
 def built_library() -> Path:
     """Return the path of the library for these sources and options. The file exists only if it was built."""
-    digest = hashlib.blake2b(" ".join(OPTIONS).encode(), digest_size=8)
+    digest = hashlib.blake2b(" ".join([*OPTIONS, *map(" ".join, UNITS.values())]).encode(), digest_size=8)
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
     return SOURCES / "compiled" / digest.hexdigest() / NAME
@@ -76,4 +86,5 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.srt_verify.argtypes = library.srt_draft.argtypes = c_void_p, c_void_p, c_void_p
     library.srt_draft_with_head.restype = None
     library.srt_draft_with_head.argtypes = c_void_p, c_void_p, c_void_p, c_void_p
+    library.srt_attend_prompts.restype, library.srt_attend_prompts.argtypes = None, (c_void_p, c_int, c_int, c_int64)
     return library

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from srt.kernels.cpu.batch_invariant import BatchInvariantKernels
+from srt.kernels.cpu.prompt_attention import PromptAttention
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import AttentionBackend
 from srt.layers.attention.batch_invariant_backend import BatchInvariantBackend
@@ -82,10 +83,16 @@ def make_backend(choice: BackendChoice, spec: AttentionSpec, device: torch.devic
     return SplitBackend(prefill, _make(choice.decode, spec, device), shares_prompts=not choice.is_prefill_asked_for)
 
 
+def _prompt_attention(spec: AttentionSpec, device: torch.device) -> PromptAttention | None:
+    if device.type != "cpu" or spec.softcap is not None or spec.has_sinks:
+        return None
+    return PromptAttention.load(spec.dtype, spec.kv_dtype, spec.head_dim)
+
+
 def _make(name: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
     # Imported where they are used, because Triton and flashinfer are not installed on every host.
     if name == "torch_native":
-        return TorchNativeBackend() if spec.latents is None else TorchLatentBackend()
+        return TorchNativeBackend(_prompt_attention(spec, device)) if spec.latents is None else TorchLatentBackend()
     if name == "batch_invariant" and device.type != "cuda":
         return BatchInvariantBackend(BatchInvariantKernels.load())
     if name == "batch_invariant":

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: the reference for all other backends, and fast enough to serve on a CPU.
 
 Rows of one token (all decodes, and extends of one token) are padded to a few common lengths and computed together. Every longer chunk
-is a call of its own.
+is a call of its own, unless there is compiled code for it, which computes all chunks of a step in one call.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from srt.layers.attention.base import AttentionBackend
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from srt.kernels.cpu.prompt_attention import PromptAttention
     from srt.layers.attention.attention_spec import AttentionLayer
     from srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -62,13 +63,18 @@ class Chunk:
 class TorchNativeBackend(AttentionBackend):
     """Runs wherever PyTorch does, with any page size, head size and grouping of heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: PromptAttention | None = None) -> None:
+        """`prompts` attends with rows of several tokens. Without it PyTorch does."""
+        self._prompts = prompts
+        self._chunks = np.empty((0, 4), np.int64)  # those rows, for `prompts`
         # By window, because layers of one model may have different ones. The first layer with a window makes its plan.
         self._decodes: dict[int | None, list[TokenGroup]] = {}
         self._extends: dict[int | None, tuple[list[TokenGroup], list[Chunk]]] = {}
 
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._extends.clear()
+        if self._prompts is not None:
+            self._chunks = _chunks_of(batch)
 
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._decodes.clear()
@@ -83,12 +89,14 @@ class TorchNativeBackend(AttentionBackend):
         out: torch.Tensor,
     ) -> None:
         if layer.window not in self._extends:
-            self._extends[layer.window] = plan_extends(batch, layer.window)
+            self._extends[layer.window] = plan_extends(batch, layer.window, self._prompts is None)
         groups, chunks = self._extends[layer.window]
         for group in groups:
             _attend_group(group, q, out, layer, batch)
         for chunk in chunks:
             _attend_chunk(chunk, q, out, layer, batch)
+        if len(self._chunks) and self._prompts is not None:
+            self._prompts.attend(q, self._chunks, layer, batch, out)
 
     def forward_decode(self, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
         if layer.window not in self._decodes:
@@ -98,11 +106,23 @@ class TorchNativeBackend(AttentionBackend):
             _attend_group(group, q, out, layer, batch)
 
 
-def plan_extends(batch: ForwardBatch, window: int | None) -> tuple[list[TokenGroup], list[Chunk]]:
+def _chunks_of(batch: ForwardBatch) -> NDArray[np.int64]:
+    """Return slot, first token, prefix and number of tokens of each row of several tokens."""
+    counts = batch.extend_seq_lens_cpu
+    slots, firsts = batch.req_pool_indices_cpu[: len(counts)], np.cumsum(counts) - counts
+    columns = slots, firsts, batch.extend_prefix_lens_cpu, counts
+    return np.ascontiguousarray(np.stack(columns, axis=1)[counts > 1], np.int64)
+
+
+def plan_extends(
+    batch: ForwardBatch, window: int | None, with_chunks: bool = True
+) -> tuple[list[TokenGroup], list[Chunk]]:
     counts = batch.extend_seq_lens_cpu
     firsts = np.cumsum(counts) - counts
     short = np.flatnonzero(counts == 1)
     groups = group_rows(batch, short, firsts[short], window, len(short) == batch.num_extend_tokens)
+    if not with_chunks:
+        return groups, []
     return groups, [_plan_chunk(batch, int(row), int(firsts[row]), window) for row in np.flatnonzero(counts > 1)]
 
 

@@ -112,14 +112,14 @@ def test_a_whole_chunk_fits_with_the_decodes_beside_it(
 def test_ranks_agree_on_what_is_captured_whole_where_kernels_of_one_do_not_run(
     checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_here = iter((True, False))
+    run_here, folder = iter((True, False)), checkpoint("qwen3")
 
     monkeypatch.setattr(
-        backend_choice, "TorchNativeBackend", lambda: NamesPromptGraphs() if next(run_here) else TorchNativeBackend()
+        backend_choice, "TorchNativeBackend", lambda *_: NamesPromptGraphs() if next(run_here) else TorchNativeBackend()
     )
 
     def work(tp: TensorParallel) -> int:
-        runner = make_runner(checkpoint("qwen3"), 4, tp=tp, capture=Recorder(), tp_size=2)
+        runner = make_runner(folder, 4, tp=tp, capture=Recorder(), tp_size=2)
         assert runner.graphs.pieces is not None
         return runner.graphs.pieces._most_whole
 
