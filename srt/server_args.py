@@ -38,8 +38,8 @@ GROUPS = (MODEL, HTTP, MEMORY, SPECULATION, LORA, DEVICE, HOSTS, LOG)  # in the 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 MOST = (1 << 31) - 1  # of counts, sizes and seconds
 MOST_SEED = (1 << 63) - 1
-# Defaults of --chunked-prefill-size, the most prompt tokens of a step: on a CPU, and for GPUs with less memory than this many bytes.
-CPU_CHUNK = 2048
+# Defaults of --max-decode-stall, and of --chunked-prefill-size: on a CPU, and for GPUs with less memory than this many bytes.
+CPU_STALL, GPU_STALL, CPU_CHUNK = 300.0, 30.0, 2048
 GPU_CHUNKS = ((20e9, 2048), (60e9, 4096), (160e9, 8192), (float("inf"), 16384))
 
 
@@ -165,9 +165,10 @@ class ServerArgs(HostOptions):
     chunked_prefill_size: int | None = option(
         None, "most prompt tokens in one step; -1: no limit (default: by the device's memory)", group=MEMORY
     )
-    max_decode_stall: float = option(
-        30.0,
-        "milliseconds by which prompts may lengthen a step that has streams beyond twice its time without them",
+    max_decode_stall: float | None = option(
+        None,
+        "milliseconds by which prompts may lengthen a step that has streams beyond twice its time without them (default: 30;"
+        f" on a CPU {CPU_STALL:.0f})",
         group=MEMORY,
     )
     page_size: int = option(16, "tokens in one page of KV memory", group=MEMORY)
@@ -392,7 +393,7 @@ class ServerArgs(HostOptions):
             raise ArgumentError(f"--priority-aging-time must be positive, not {self.priority_aging_time}.")
         if self.enable_priority_scheduling and self.schedule_policy == "lpm":
             raise ArgumentError("--enable-priority-scheduling cannot be combined with --schedule-policy lpm.")
-        if not self.max_decode_stall >= 0:
+        if self.max_decode_stall is not None and not self.max_decode_stall >= 0:
             raise ArgumentError(f"--max-decode-stall must be at least 0, not {self.max_decode_stall}.")
         for name in ("request_waiting_timeout", "request_running_timeout"):
             value = getattr(self, name)
@@ -465,11 +466,12 @@ class ServerArgs(HostOptions):
 
     @property
     def prefill_chunk(self) -> int:
-        """Largest number of prompt tokens in one step; -1 for no limit.
-
-        On a GPU, preflight.py puts the default from GPU_CHUNKS into the option before any process starts.
-        """
+        """Largest number of prompt tokens in one step; -1 for no limit. On a GPU, preflight.py sets the default from GPU_CHUNKS."""
         return CPU_CHUNK if self.chunked_prefill_size is None else self.chunked_prefill_size
+
+    @property
+    def decode_stall(self) -> float:
+        return GPU_STALL if self.max_decode_stall is None else self.max_decode_stall
 
     @property
     def num_ranks(self) -> int:

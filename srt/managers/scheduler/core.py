@@ -43,7 +43,7 @@ class SchedulerCore:
         self.counters = Counters()
         self.window = args.window + hello.num_stages - 1  # plans that may be in flight
         self.slots = SlotTable(hello.num_slots)
-        self._step_times = StepTimes(1000.0 * args.max_decode_stall)
+        self._step_times = StepTimes(1000.0 * args.decode_stall)
         self._forecast = OutputForecast(args.schedule_conservativeness)
         self.memory = KvMemory(
             hello.num_pages,

@@ -12,7 +12,7 @@ from pathlib import Path
 from srt.lora.adapter_files import AdapterLimits, read_adapter
 from srt.sampling.draw_checks import DRAW_CHECKS
 from srt.sampling.parameter_checks import ParameterError
-from srt.server_args import GPU_CHUNKS, ServerArgs
+from srt.server_args import CPU_STALL, GPU_CHUNKS, GPU_STALL, ServerArgs
 from srt.utils.checkpoint import estimate_weight_bytes, is_copy, is_sharded, read_headers, resolve_model_path
 from srt.utils.deterministic import OPTION
 from srt.utils.draft_model import draft_model_args, gpu_drafting_obstacle, gpu_speculation_obstacle
@@ -256,8 +256,11 @@ def with_model_defaults(args: ServerArgs, folder: Path) -> ServerArgs:
 
 
 def with_device_defaults(args: ServerArgs) -> ServerArgs:
-    """Complete the options that depend on the device: --chunked-prefill-size gets its default from GPU_CHUNKS of server_args.py."""
-    if args.chunked_prefill_size is not None or runs_on_cpu(args):
+    """Complete --chunked-prefill-size and --max-decode-stall, whose defaults depend on the device."""
+    on_cpu = runs_on_cpu(args)
+    if args.max_decode_stall is None:
+        args = replace(args, max_decode_stall=CPU_STALL if on_cpu else GPU_STALL)
+    if args.chunked_prefill_size is not None or on_cpu:
         return args
     memory = gpu_memory(args.base_gpu_id)
     if memory is None:

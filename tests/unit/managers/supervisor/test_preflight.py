@@ -229,6 +229,14 @@ def test_a_cpu_and_a_silent_driver_keep_the_small_chunk(
         assert check_and_listen(args, http=False).args.prefill_chunk == 2048
 
 
+def test_prompts_may_stall_streams_for_longer_on_a_cpu(qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: None)
+    for device, stall in (("cpu", 300.0), ("cuda", 30.0)):
+        args = replace(args_for(qwen3_checkpoint), device=device)
+        assert check_and_listen(args, http=False).args.decode_stall == stall
+        assert check_and_listen(replace(args, max_decode_stall=0.0), http=False).args.decode_stall == 0.0
+
+
 def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
     qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
