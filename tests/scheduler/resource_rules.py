@@ -238,6 +238,11 @@ class ResourceRules:
         lacking = needed - self._held.keys()
         idle = [key for key in self._held.keys() - needed - self._pinned if self._is_ready(key)]
         has_room = self._num_held < self._settings.most_resources or idle
+        came = {
+            key: min(self._came_turn[r.rid] for r, one in live if one.key == key)
+            for key in lacking - self._pins_lacking
+        }
+        self._forget_waits({key for key, turn in came.items() if turn == self._turn - 1})
         self._statistics["rule: what is needed is prepared"] += bool(needed)
         assert not (lacking and has_room), f"{sorted(lacking)} are needed, and not to be prepared, though there is room"
         self._check_turns(
@@ -255,6 +260,12 @@ class ResourceRules:
                 f"request {request.key} waits for what cannot be prepared"
             )
             assert now < held.since_s + LONGEST_S, f"request {request.key} waits for {resource.key} for too long"
+
+    def _forget_waits(self, keys: set[str]) -> None:
+        """All requests that need these came since the last tick: those that waited before, if there were any, have left."""
+        for key in keys:
+            self._lacking_since_s.pop(key, None)
+            self._patient_turns.pop(key, None)
 
     def _check_turns(self, lacking: set[str], used: set[str], now: float) -> None:
         """For each key that was kept out for long, one that is used takes no requests that came later."""
