@@ -103,4 +103,5 @@ def environment_of(role: str, num_workers: int, num_processes: int, cores: int) 
         wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // num_workers))
         if cores < num_processes + 2:
             wanted["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of a process that has work
+            wanted["GOMP_SPINCOUNT"] = "10000"  # but it may for 0.1 ms, about what waking it takes
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -177,13 +177,13 @@ def test_workers_are_started_first() -> None:
 
 
 def test_workers_share_the_cores_and_do_not_spin_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert environment_of("worker", num_workers=2, num_processes=5, cores=64)["OMP_NUM_THREADS"] == "31"  # one to spare
     assert environment_of("worker", num_workers=1, num_processes=4, cores=3)["OMP_NUM_THREADS"] == "3"
-    assert "OMP_WAIT_POLICY" not in environment_of("worker", 2, 5, 64)
+    assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment_of("worker", 2, 5, 64))
     few = environment_of("worker", 2, 5, 2)
-    assert (few["OMP_NUM_THREADS"], few["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
+    assert (few["OMP_NUM_THREADS"], few["OMP_WAIT_POLICY"], few["GOMP_SPINCOUNT"]) == ("1", "PASSIVE", "10000")
     assert environment_of("worker", 4, 7, 2)["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in environment_of("frontend", 2, 5, 64)
 
