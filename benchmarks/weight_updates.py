@@ -1,0 +1,212 @@
+"""GB/s of each way of updating a server's weights, beside the rate at which this machine copies memory.
+
+    python -m benchmarks.weight_updates [--model-path qwen3-0.6b] [--layers 6] [--rounds 3] [any option of the server]
+
+The weights are random, of the shape in benchmarks/configs or of a checkpoint's config.json, and lie in the page cache. Every way replaces
+all of them, in a server that has nothing else to do; the best of the rounds counts. Answers must change with the weights, and be the same
+whichever way these came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from benchmarks import limits, models
+from srt.distributed.update_group import UpdateGroup
+from srt.layers.ops_choice import layer_ops
+from srt.layers.weights import WeightPiece
+from srt.model_loader.loader import build_whole
+from srt.runtime import Runtime
+from srt.server_args import ServerArgs, parse_args
+from srt.utils.model_config import ModelConfig
+
+CPU = torch.device("cpu")
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+BODY_BYTES = 1 << 29  # of tensors in one call, of which the route takes at most 1 GiB
+COPIED_BYTES = 1 << 28
+Tensors = dict[str, Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
+    parser.add_argument("--layers", type=int, help="keep so many layers of it")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--jsonl", help="append the result to this file")
+    options, server_options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [Path(scratch, name) for name in ("old", "new")]
+        for seed, folder in enumerate(folders):
+            write_checkpoint(Path(models.folder_of(options.model_path)), folder, seed, options.layers)
+        args = parse_args(["--model-path", str(folders[0]), *server_options])
+        figures = measure(args, folders, Path(scratch), options.rounds)
+    record = {"benchmark": "weight_updates", "model": options.model_path, "layers": options.layers}
+    limits.write_jsonl(options.jsonl, {**record, "options": server_options, "ways": figures, **limits.versions()})
+    return 0
+
+
+def write_checkpoint(shape: Path, folder: Path, seed: int, num_layers: int | None) -> None:
+    """Write random weights of this shape."""
+    shutil.copytree(shape, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {} if num_layers is None else {"num_hidden_layers": num_layers}
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+    served = ModelConfig.from_folder(folder)
+    assert served.weight_formats.is_plain, "choose a shape whose weights are not quantised; --quantization may be given"
+    dtype, generator = getattr(torch, served.torch_dtype), torch.Generator().manual_seed(seed)
+    pieces: list[WeightPiece] = build_whole(served, layer_ops(CPU)).weight_pieces(None)
+    tensors = {
+        piece.name: (torch.randn(piece.shape, generator=generator) * piece.shape[-1] ** -0.5).to(dtype)
+        for piece in pieces
+        if not piece.is_optional
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+def measure(args: ServerArgs, folders: list[Path], scratch: Path, rounds: int) -> list[dict[str, object]]:
+    """Print the table, and return its rows."""
+    given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
+    copy_rate = measured_copy_rate()
+    num_bytes = (folders[0] / "model.safetensors").stat().st_size
+    figures: list[dict[str, object]] = []
+    with Runtime(**given) as runtime, Trainer(runtime, args.tp_size) as trainer:
+        print(
+            f"{limits.versions()}; {num_bytes / 1e9:.2f} GB of weights; a copy in the host's memory: {copy_rate:.1f} GB/s"
+        )
+        print("way                                        s     GB/s   of the copy's")
+        expected: dict[int, list[int]] = {}
+        for name, ways in ways_of(runtime, trainer, args, folders, scratch).items():
+            best_s = min(timed(way, runtime, expected, index) for _ in range(rounds) for index, way in ways)
+            rate = num_bytes / best_s / 1e9
+            print(f"{name:38} {best_s:7.3f} {rate:8.2f} {rate / copy_rate:12.2f}", flush=True)
+            figures.append({"way": name, "s": best_s, "gb_s": rate, "copy_gb_s": copy_rate})
+        assert expected[0] != expected[1], "the answers are the same for both weights"
+    print("all answers are those of the weights")
+    return figures
+
+
+Way = tuple[int, Callable[[], object]]  # which weights it brings
+
+
+def ways_of(
+    runtime: Runtime, trainer: Trainer, args: ServerArgs, folders: list[Path], scratch: Path
+) -> dict[str, list[Way]]:
+    """Return the ways of updating, each with calls that bring the new weights and the old ones again."""
+    order = (1, 0)
+    ways: dict[str, list[Way]] = {
+        "from disk": [(n, partial(runtime.update_weights_from_disk, str(folders[n]))) for n in order]
+    }
+    if args.device == "cpu" and args.pp_size == args.dp_size == 1:
+        by_rank = [scratch / "old by rank", scratch / "new by rank"]
+        for folder, saved in zip(folders, by_rank, strict=True):
+            runtime.update_weights_from_disk(str(folder))
+            runtime.save_sharded_model(str(saved))
+        ways["from disk, saved by rank"] = [
+            (n, partial(runtime.update_weights_from_disk, str(by_rank[n]))) for n in order
+        ]
+    tensors = [trainer.read(folder) for folder in folders]
+    bodies = [[save(part) for part in in_parts(one)] for one in tensors]
+    ways["from tensors in the host's memory"] = [(n, partial(send_bodies, runtime, bodies[n])) for n in order]
+    ways["from a process group (gloo)"] = [(n, partial(trainer.send, tensors[n], is_joined=False)) for n in order]
+    ways["from a process group, one bucket"] = [(n, partial(trainer.send, tensors[n], is_joined=True)) for n in order]
+    return ways
+
+
+def timed(way: Callable[[], object], runtime: Runtime, expected: dict[int, list[int]], index: int) -> float:
+    """Return the seconds that the update takes. AssertionError if answers are not those of the weights."""
+    begin_s = time.perf_counter()
+    way()
+    taken_s = time.perf_counter() - begin_s
+    ids = runtime.generate(input_ids=[7, 8, 9], sampling_params=GREEDY)["output_ids"]
+    assert expected.setdefault(index, ids) == ids, f"{ids} are no answer of these weights"
+    return taken_s
+
+
+def send_bodies(runtime: Runtime, bodies: list[bytes]) -> None:
+    for body in bodies:
+        runtime.update_weights_from_tensor(body)
+
+
+def in_parts(tensors: Tensors) -> Iterator[Tensors]:
+    """Divide the tensors into calls of about BODY_BYTES. A layer's tensors stay together, as quantised layers need."""
+    part: Tensors = {}
+    layer = ""
+    for name, tensor in sorted(tensors.items()):
+        of_layer = ".".join(name.split(".")[:3])
+        if part and of_layer != layer and sum(one.nbytes for one in part.values()) > BODY_BYTES:
+            yield part
+            part = {}
+        part[name], layer = tensor, of_layer
+    yield part
+
+
+class Trainer:
+    """Rank 0 of a group with the server's ranks, in this process."""
+
+    def __init__(self, runtime: Runtime, num_ranks: int) -> None:
+        self._runtime = runtime
+        self._pool = ThreadPoolExecutor(1)
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+        joining = self._pool.submit(
+            runtime.init_weights_update_group, "127.0.0.1", port, 1, num_ranks + 1, backend="gloo"
+        )
+        self._group = UpdateGroup("127.0.0.1", port, 0, num_ranks + 1)
+        joining.result()
+
+    def read(self, folder: Path) -> Tensors:
+        return load_file(folder / "model.safetensors")
+
+    def send(self, tensors: Tensors, *, is_joined: bool) -> None:
+        names, shapes = list(tensors), [list(one.shape) for one in tensors.values()]
+        dtypes = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
+        form = "flattened_bucket" if is_joined else None
+        receiving = self._pool.submit(
+            self._runtime.update_weights_from_distributed, names, dtypes, shapes, load_format=form
+        )
+        sent = list(tensors.values())
+        if is_joined:
+            sent = [torch.cat([one.contiguous().view(-1).view(torch.uint8) for one in sent])]
+        self._group.broadcast(sent)
+        receiving.result()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.destroy_weights_update_group()
+        self._group.close()
+        self._pool.shutdown()
+
+
+def measured_copy_rate() -> float:
+    """Return how many GB of tensors this process copies in a second, the best of several times."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(8):
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return COPIED_BYTES / best_s / 1e9
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
