@@ -41,8 +41,7 @@ PARAMETERS: list[dict[str, Any]] = [
 
 
 ROUNDING = ("fp8 weights", "fp8 experts")
-"""Inputs are rounded to fp8 here. On a GPU sums of several rows have another order, and a rounding that it turns changes a logit by more
-than two likely tokens may differ."""
+"""Inputs are rounded to fp8 here. Sums of several rows have another order, and a rounding that it turns changes logits visibly."""
 
 
 def check_server(checkpoint: CheckpointFactory, kind: str, device: str) -> None:
