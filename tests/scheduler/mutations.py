@@ -669,8 +669,18 @@ REPLACEMENT_MUTATIONS = tuple(
         ),
         (
             "started while something is left",
-            "any(member in self._alive or member in self._away for member in group.members)",
-            "all(member in self._alive or member in self._away for member in group.members)",
+            "any(member in self._alive or member in self._away for one in together for member in one.members)",
+            "all(member in self._alive or member in self._away for one in together for member in one.members)",
+        ),
+        (
+            "an attention group starts while processes of another are left",
+            "member in self._away for one in together for member in one.members",
+            "member in self._away for member in group.members",
+        ),
+        (
+            "an attention group goes on without the others",
+            "for one in self._together(group) for effect in self._lose(",
+            "for one in [group] for effect in self._lose(",
         ),
         (
             "started while its host is away",

@@ -74,9 +74,11 @@ class Story:
             key for key in keys if (key.replica == 1 if self.num_replicas > 1 else key.role == "worker" and key.index)
         ]
         self._elsewhere = tuple(half) if rng.random() < 0.4 else ()
+        # Two replicas without such a host may be attention groups, which end and start together.
+        self._shares_experts = self.num_replicas > 1 and not self._elsewhere and rng.random() < 0.5
         self._is_host_away = self._is_without_replica = False
         self.now = 0.0
-        self._replacer = Replacer(keys, 0.0, STUCK_S, self.most)
+        self._replacer = Replacer(keys, 0.0, STUCK_S, self.most, shares_experts=self._shares_experts)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._num_started = 0
@@ -84,6 +86,7 @@ class Story:
         self._words: dict[tuple[ChildKey, ...], list[str]] = {}  # what is wrong with a group, in the words of a reason
         self._outside: dict[tuple[ChildKey, ...], bool] = {}  # whether one was killed by somebody else
         self._starts_s: dict[tuple[ChildKey, ...], list[float]] = {}
+        self._started_with: dict[tuple[ChildKey, ...], int] = {}
         self._is_stopping = False
         self.is_ready = False
         self.end: Finish | None = None
@@ -192,7 +195,7 @@ class Story:
         if key.role == "frontend":
             return (key,)
         parts = (other for other in self._processes if other.role != "frontend")
-        return tuple(other for other in parts if other.replica == key.replica)
+        return tuple(other for other in parts if self._shares_experts or other.replica == key.replica)
 
     # ---- Processes
 
@@ -299,6 +302,7 @@ class Story:
     def _check_lost(self, process: Process, replica: int, *, by_request: bool, is_final: bool) -> None:
         """A replica is lost for a reason that there is, and others are left."""
         assert process.key.role == "frontend" and self.num_replicas > 1
+        assert is_final or not self._shares_experts, "no other group is left that could go on"
         assert is_final == self._is_stopping
         group = next(self._group_of(key) for key in self._processes if key.role == "worker" and key.replica == replica)
         assert self._words.get(group) or self._is_stopping, f"replica {replica} is called lost, and is well"
@@ -324,19 +328,23 @@ class Story:
         group = self._group_of(start.children[0])
         assert self.is_ready and not self._is_stopping and not self._is_without_replica
         assert not self._is_host_away or set(start.children).isdisjoint(self._elsewhere), "its host is away"
-        assert start.children == group, f"{start.children} are started, and {group} belong together"
-        assert not any(self._processes[key].is_alive for key in group), "something is left of what is replaced"
-        words = self._words.pop(group, [])
+        members = tuple(key for key in group if key.replica == start.children[0].replica)
+        assert start.children == members, f"{start.children} are started, and {members} belong together"
+        started = self._started_with.pop(group, 0)  # processes of the group that were started at this moment
+        assert sum(self._processes[key].is_alive for key in group) == started, "something is left of what is replaced"
+        words = self._words.get(group, [])
         assert any(start.reason.startswith(one) for one in words), f"{start.reason!r} is said of {words}"
         is_engine = group[0].role != "frontend"
-        assert (
-            start.generation
-            == max(p.generation for p in self._processes.values() if p.key in group) + self.num_replicas
-            or not is_engine
-        )
+        before = max(self._processes[key].generation for key in members)
+        assert start.generation == before + self.num_replicas or not is_engine
+        if started + len(members) < len(group):
+            self._started_with[group] = started + len(members)
+            return
+        self._words.pop(group)
         starts_s = self._starts_s.setdefault(group, [])
         assert sum(self.now - start_s < CALM_S - 10.0 for start_s in starts_s) < self.most, "that is too often"
         starts_s.append(self.now)
+        self.statistics["groups started together"] += self._shares_experts and is_engine
         self._outside.pop(group, None)
 
     def _check_finish(self, finish: Finish) -> None:
@@ -372,6 +380,7 @@ def test_whatever_goes_wrong_again_and_again_only_what_must_be_is_replaced() -> 
         "serves again",
         "lost while others serve",
         "host lost",
+        "groups started together",
         *(f"{k} {r}" for k in KINDS for r in roles),
     }
     assert statistics.keys() == expected

@@ -7,6 +7,9 @@ processes that cannot continue are ended and, once they are gone, replaced. A fr
 of a replica, which form an engine, are replaced together by a new generation. Frontends send their unfinished requests to it again, or
 to the other replicas as soon as they hear EngineLost.
 
+Attention groups (--enable-dp-attention) are replicas that share experts: if one cannot continue, the others cannot either. All of them are
+lost together, for one cause, and start again when all of their processes have ended.
+
 With several hosts, the loss of one is that of all its processes, by no fault of a request. Its replicas start again when it is back.
 When no replica is left that needs none of the lost hosts, the server ends.
 """
@@ -98,11 +101,12 @@ class _Cause:
 
     sentence: str
     signal: int = 0  # the signal that a process died of; 0: none
+    replica: int = 0  # of that process
 
-    def hear(self, sentence: str, number: int) -> None:
+    def hear(self, sentence: str, number: int, replica: int = 0) -> None:
         """Take another reason for the same failure into account."""
         if number and not self.signal:
-            self.sentence, self.signal = sentence, number
+            self.sentence, self.signal, self.replica = sentence, number, replica
 
 
 @dataclass(slots=True)
@@ -133,6 +137,7 @@ class Replacer:
     started_s: float
     stuck_s: float  # a process without progress for this long counts as stuck
     most_replacements: int  # within CALM_S
+    shares_experts: bool = False  # replicas are attention groups: none can run without the others
     state: State = State.STARTING
     _alive: dict[ChildKey, _Life] = field(default_factory=dict)
     _last_words: dict[ChildKey, str] = field(default_factory=dict)
@@ -319,12 +324,17 @@ class Replacer:
         return effects + self._perhaps_end(now_s)
 
     def _perhaps_start(self, group: _Group, now_s: float) -> list[Effect]:
-        """Start a lost group again if all of its members have ended, and their hosts are there."""
+        """Start a lost group again if all of its members have ended, and their hosts are there; and so those that it cannot run without."""
         if self.state is not State.READY or group.lost is None:
             return []
-        if any(member in self._alive or member in self._away for member in group.members):
+        together, cause = self._together(group), group.lost
+        if any(member in self._alive or member in self._away for one in together for member in one.members):
             return []
-        return self._start(group, group.lost, now_s)
+        return [effect for one in together for effect in self._start(one, cause, now_s)]
+
+    def _together(self, group: _Group) -> list[_Group]:
+        """Return the groups that are lost and start with this one, itself included."""
+        return self._engines if self.shares_experts and group.is_engine else [group]
 
     def _perhaps_end(self, now_s: float) -> list[Effect]:
         """Go on with the end of the server if all processes have ended that it waits for."""
@@ -374,30 +384,36 @@ class Replacer:
         if self.state is not State.READY:
             return self._fail(sentence, number, now_s)
         if group.lost is not None:
-            group.lost.hear(sentence, number)
+            group.lost.hear(sentence, number, child.replica)
             return self._announce_loss(group, group.lost)
         group.losses_s = [when_s for when_s in group.losses_s if now_s - when_s < CALM_S]
         self._past_replacements = _past_replacements_in_words(len(group.losses_s))
         if len(group.losses_s) >= self.most_replacements:
             return self._fail(sentence, number, now_s)
+        cause = _Cause(sentence, number, child.replica)
+        return [effect for one in self._together(group) for effect in self._lose(one, cause, now_s)]
+
+    def _lose(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
+        """Let the members of a group end."""
         group.losses_s.append(now_s)
-        group.lost = _Cause(sentence, number)
+        group.lost = cause
         if group.absent_since_s is None:
             group.absent_since_s = now_s
         # One death causes others, and their last messages tell which was first.
         self._deadlines.append(_Deadline(now_s + SETTLE_S, group.members))
         # The scheduler can still tell frontends which requests its workers were computing (LastWord).
-        last_words = [
-            Tell(one, Stop(0.0, sentence)) for one in group.members if one.role == "scheduler" and one in self._alive
-        ]
-        return [*self._announce_loss(group, group.lost), *last_words]
+        schedulers = [one for one in group.members if one.role == "scheduler" and one in self._alive]
+        last_words = [Tell(one, Stop(0.0, cause.sentence)) for one in schedulers]
+        return [*self._announce_loss(group, cause), *last_words]
 
     def _announce_loss(self, group: _Group, cause: _Cause) -> list[Effect]:
         """Tell frontends that a replica is lost, once its cause is certain, so that the other replicas take over its requests.
 
         A death by a signal is certain: nothing that is heard later replaces it as the cause.
         """
-        if not group.is_engine or len(self._engines) == 1 or group.was_announced or not cause.signal:
+        if not group.is_engine or len(self._together(group)) == len(self._engines):
+            return []  # no other replica is left
+        if group.was_announced or not cause.signal:
             return []
         group.was_announced = True
         is_cut_off = not self._away.isdisjoint(group.members)
@@ -414,7 +430,9 @@ class Replacer:
         if not group.is_engine:
             return [Start(group.members, self.generation_of(group.members[0]), cause.sentence)]
         group.generation = next_generation(group.generation, len(self._engines))
-        replaced = EngineReplaced(group.generation, _is_by_request(cause), group.replica)
+        # Requests of other attention groups than that of the cause are no suspects.
+        by_request = _is_by_request(cause) and (not self.shares_experts or cause.replica == group.replica)
+        replaced = EngineReplaced(group.generation, by_request, group.replica)
         return [Start(group.members, group.generation, cause.sentence), *self._tell_frontends(replaced)]
 
     # ---- How the server ends
@@ -477,7 +495,9 @@ class Replacer:
         if not self._of_role("frontend"):
             return []
         was_whole = engine.is_whole
-        engine.lost = engine.lost or _Cause(sentence, number)
+        for one in self._together(engine):
+            one.lost = one.lost or _Cause(sentence, number)
+        assert engine.lost is not None
         if not any(other.is_whole for other in self._engines):
             return self._give_up_running(sentence)
         return self._end_without_engine(engine, by_request=_is_by_request(engine.lost)) if was_whole else []

@@ -547,3 +547,57 @@ def test_a_replica_that_dies_while_the_server_stops_leaves_its_requests_to_the_o
     assert [
         effect.message.reason for effect in effects if isinstance(effect, Tell) and isinstance(effect.message, Stop)
     ]
+
+
+# ---- Attention groups, which share experts
+
+
+def ready_groups(most_replacements: int = 1) -> Replacer:
+    children = [*FIRST, *SECOND, FRONTEND]
+    replacer = Replacer(children, 0.0, 60.0, most_replacements, shares_experts=True)
+    gets_ready(replacer, children, 1.0)
+    return replacer
+
+
+def test_groups_end_and_start_together_and_only_requests_of_the_first_to_die_are_suspects() -> None:
+    replacer = ready_groups()
+    said = [
+        effect for effect in replacer.handle(ChildExited(SECOND[0], -signal.SIGSEGV), 5.0) if isinstance(effect, Tell)
+    ]
+    assert [effect.child for effect in said] == [FIRST[1], SECOND[1]], "no frontend: nobody is left to go on"
+    assert not any(isinstance(effect, Start) for effect in exits(replacer, [SECOND[1], FIRST[0]], 5.1, 1))
+    effects = exits(replacer, [FIRST[1]], 5.2, 1)
+    assert [(one.children, one.generation) for one in effects if isinstance(one, Start)] == [(FIRST, 3), (SECOND, 4)]
+    assert [effect.message for effect in effects if isinstance(effect, Tell)] == [
+        EngineReplaced(3, by_request=False, replica=0),
+        EngineReplaced(4, by_request=True, replica=1),
+    ]
+    assert replacer.generations == [3, 4]
+
+
+def test_a_death_by_a_signal_in_another_group_is_the_cause() -> None:
+    replacer = ready_groups()
+    replacer.handle(ChildSpoke(FIRST[0], Failed("rank 0 lost the others")), 5.0)
+    replacer.handle(ChildExited(SECOND[0], -signal.SIGSEGV), 5.1)
+    effects = exits(replacer, [FIRST[0], FIRST[1], SECOND[1]], 5.2, 1)
+    replaced = [one.message for one in effects if isinstance(one, Tell) and isinstance(one.message, EngineReplaced)]
+    assert [message.by_request for message in replaced] == [False, True]
+
+
+def test_a_group_that_dies_while_both_start_again_starts_both_anew() -> None:
+    replacer = ready_groups(most_replacements=2)
+    exits(replacer, [*FIRST, *SECOND], 5.0, -signal.SIGKILL)
+    gets_ready(replacer, FIRST, 6.0)
+    exits(replacer, [SECOND[0]], 7.0, -signal.SIGKILL)
+    effects = exits(replacer, [SECOND[1], *FIRST], 7.1, 1)
+    assert [one.generation for one in effects if isinstance(one, Start)] == [5, 6]
+    exits(replacer, [SECOND[0]], 8.0, -signal.SIGKILL)
+    assert replacer.state is State.FAILING
+
+
+def test_a_group_that_dies_while_the_server_stops_ends_the_requests_of_all() -> None:
+    replacer = ready_groups()
+    replacer.handle(StopAsked(25.0), 5.0)
+    effects = replacer.handle(ChildExited(FIRST[0], -signal.SIGKILL), 6.0)
+    (effect,) = effects
+    assert isinstance(effect, Tell) and effect.child == FRONTEND and isinstance(effect.message, Stop)
