@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +24,26 @@ class Group(Protocol):
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work: ...
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], /
+    ) -> Work: ...
+
     def shutdown(self) -> None: ...
+
+
+class SharedExperts(Protocol):
+    """What layers use of the connection to other groups that share their experts (expert_exchange.py)."""
+
+    ranks: TensorParallel
+    """The ranks of all groups."""
+
+    def gather(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the rows of all groups, in the order of groups, for each tensor of this group's rows, one a token of the step."""
+
+    def sum_own(self, summands: Tensor) -> Tensor:
+        """Return the sum over ranks of this group's rows. `summands` are this rank's for the rows of all groups."""
+
+    def close(self) -> None: ...
 
 
 class _Echo:
@@ -33,6 +52,11 @@ class _Echo:
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> Work:
         output.view(-1, len(input)).copy_(input)
         return _Done()
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], /
+    ) -> Work:
+        raise AssertionError("ranks that precompile alone have no tokens for single ranks")
 
     def shutdown(self) -> None:
         pass
@@ -58,8 +82,9 @@ class TensorParallel:
         device: torch.device,
         peers: PeerMemory | None = None,
         expert_groups: int = 1,
+        exchange: SharedExperts | None = None,
     ) -> None:
-        """Join the group. `peers`, if given, serves small tensors."""
+        """Join the group. `peers`, if given, serves small tensors. `exchange` connects it to other groups that share its experts."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert size % expert_groups == 0, f"{size} ranks in {expert_groups} groups"
         assert (group is None) == (size == 1), f"{size} ranks, group {group}"
@@ -68,8 +93,14 @@ class TensorParallel:
         self.device = device
         self.expert_groups = expert_groups
         """Groups of neighbouring ranks that divide a mixture's experts. The ranks of a group share each of its experts."""
+        self.exchange = exchange
         self._group = group
         self._peers = peers
+
+    @property
+    def of_experts(self) -> TensorParallel:
+        """The ranks that share experts: those of this group, or of all groups that `exchange` connects."""
+        return self if self.exchange is None else self.exchange.ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, added in rank order. Low precision is added in float32 and rounded once."""
@@ -77,14 +108,28 @@ class TensorParallel:
             return x
         if self._peers is not None and (added := self._peers.add(x)) is not None:
             return added
-        parts = self._gather(x)
+        return self.add(self._gather(x))
+
+    def add(self, parts: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors, which are stacked, added in rank order."""
         if self.size == 2:
             return parts[0] + parts[1]  # PyTorch adds in float32 and rounds once
-        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
         total = parts[0].to(wide) + parts[1]
         for part in parts[2:]:
             total += part
-        return total.to(x.dtype)
+        return total.to(parts.dtype)
+
+    def exchange_rows(self, rows: Tensor, counts: Sequence[int], own: int) -> Tensor:
+        """Send each rank its number of `rows`, which are in rank order. Return what each rank has sent: [size, own, columns]."""
+        assert self._group is not None, "a single rank has nobody to exchange rows with"
+        received = rows.new_empty((self.size, own, rows.shape[1]))
+        width = rows.shape[1] * rows.itemsize
+        flat = rows.contiguous().view(-1).view(torch.uint8)
+        sizes = [own * width] * self.size, [count * width for count in counts]
+        with self._naming_loss():
+            self._group.alltoall_base(received.view(-1).view(torch.uint8), flat, *map(list, sizes)).wait()
+        return received
 
     def all_reduce_and_norm(
         self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float
@@ -106,9 +151,16 @@ class TensorParallel:
 
     def min_int(self, value: int) -> int:
         """Return the smallest of the ranks' values, for example of the numbers of pages that fit on each device."""
+        return min(self.gather_ints(value))
+
+    def gather_ints(self, value: int) -> list[int]:
+        """Return the ranks' values in rank order."""
         if self._group is None:
-            return value
-        return int(self._gather(torch.tensor([value], dtype=torch.int64, device=self.device)).min())
+            return [value]
+        gathered: list[int] = (
+            self._gather(torch.tensor([value], dtype=torch.int64, device=self.device)).view(-1).tolist()
+        )
+        return gathered
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -142,6 +194,8 @@ class TensorParallel:
             peers.close()
         if group is not None:
             group.shutdown()
+        if self.exchange is not None:
+            self.exchange.close()
 
     def _gather(self, x: Tensor) -> Tensor:
         """Return every rank's tensor: [size, *x.shape], the same on every rank."""
@@ -150,9 +204,14 @@ class TensorParallel:
         if x.numel():
             # Sent as bytes, so that the backend need not support the dtype.
             flat = x.contiguous().view(-1).view(torch.uint8)
-            try:
+            with self._naming_loss():
                 self._group._allgather_base(gathered.view(-1).view(torch.uint8), flat).wait()
-            except RuntimeError as error:
-                reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo continues with guesses
-                raise CollectiveError(f"rank {self.rank} lost the others: {reason}") from error
         return gathered
+
+    @contextmanager
+    def _naming_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).partition(". This is typically")[0].rstrip(".")  # gloo continues with guesses
+            raise CollectiveError(f"rank {self.rank} lost the others: {reason}") from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from srt.distributed.parallel_state import Group, TensorParallel
+from srt.distributed.parallel_state import Group, SharedExperts, TensorParallel
 from srt.distributed.pipeline import MessageLinks, Pipeline, StageGroup
 from srt.utils.errors import StartError
 
@@ -72,21 +72,22 @@ def init_tensor_parallel(
     timeout_s: float = 300.0,
     maps_peers: bool = True,
     expert_groups: int = 1,
+    exchange: SharedExperts | None = None,
 ) -> TensorParallel:
     """Meet the other ranks at `rendezvous`: a path that they share and that no earlier group has used, or a port if hosts differ.
 
     A collective whose peers do not arrive fails after `timeout_s`. A single rank meets no others. GPUs map each other's memory for small
-    tensors if they can, unless `maps_peers` is False.
+    tensors if they can, unless `maps_peers` is False. `exchange` connects the ranks to others that share their experts.
     """
     if size == 1:
-        return TensorParallel(0, 1, None, device)
+        return TensorParallel(0, 1, None, device, exchange=exchange)
     group = _open_group(rendezvous, rank, size, backend, timedelta(seconds=timeout_s))
-    tp = TensorParallel(rank, size, group, device, expert_groups=expert_groups)
+    tp = TensorParallel(rank, size, group, device, expert_groups=expert_groups, exchange=exchange)
     # Connect now, so that a missing rank is found at start-up and not in the first step.
     tp.min_int(rank)
     if device.type != "cuda" or not maps_peers:
         return tp
-    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s), expert_groups)
+    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s), expert_groups, exchange)
 
 
 def init_pipeline(

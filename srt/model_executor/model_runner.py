@@ -123,6 +123,17 @@ class ModelRunner:
         return save_weights(self.loaded, work, report)
 
     @property
+    def is_called(self) -> bool:
+        """Whether ranks of other attention groups wait for this one, which is to call `join`. A model without such groups has none."""
+        return False
+
+    def when_called(self, notify: Callable[[], None]) -> None:
+        """Let another thread call `notify` whenever `is_called` becomes true."""
+
+    def join(self) -> None:
+        """Take part in a step of other attention groups, without tokens."""
+
+    @property
     def max_row_tokens(self) -> int:
         """The most ids that a decode row gets in one step."""
         return 1

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.pipeline import Pipeline, StageIds
 from srt.layers.logits_processor import LogitsProcessorOutput
 from srt.layers.token_masks import TokenMasks
+from srt.model_executor.attention_group_runner import AttentionGroupRunner
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs.decode_runner import HIDDEN
 from srt.model_executor.graphs.step_graphs import StepGraphs
@@ -33,7 +35,10 @@ from srt.model_executor.step.step_sampler import StepSampler
 
 
 def new_runner(loaded: LoadedModel, state: DeviceState, sampler: StepSampler, graphs: StepGraphs) -> ModelRunner:
-    """Create the runner of a whole model, or of one stage of a pipeline."""
+    """Create the runner of a whole model, of an attention group, or of one stage of a pipeline."""
+    exchange = loaded.tp.exchange
+    if isinstance(exchange, ExpertExchange):
+        return AttentionGroupRunner(loaded, state, sampler, graphs, exchange)
     if loaded.stage.num_stages == 1:
         return ModelRunner(loaded, state, sampler, graphs)
     kind = LastStageRunner if loaded.stage.is_last else EarlierStageRunner

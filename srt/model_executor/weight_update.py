@@ -81,6 +81,11 @@ def check_supported(loaded: LoadedModel) -> None:
         )
     if loaded.pipeline.num_stages > 1:
         raise UpdateError(NO_STAGES)
+    if loaded.tp.exchange is not None:
+        raise UpdateError(
+            "Weights cannot be updated with --enable-dp-attention, whose groups would have different experts meanwhile: restart the"
+            " server with the new checkpoint."
+        )
     if loaded.kv_scales is not None:
         raise UpdateError("Weights cannot be updated beside scales of keys and values: restart the server.")
     if loaded.args.load_format == "dummy":

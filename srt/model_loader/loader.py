@@ -88,11 +88,12 @@ class _FillingLoader(ModelLoader):
         ops: LayerOps | None = None,
         stage: Stage | None = None,
     ) -> AnyModel:
-        config.check_tp(tp.size, tp.expert_groups)
+        experts = tp.of_experts
+        config.check_tp(tp.size, experts.expert_groups, experts.size)
         ops = ops or layer_ops(device)
         built = model or build_ours(config, tp, ops, stage)
         check_size(_num_bytes(built, dtype))
-        has_all = tp.expert_groups == 1 and (stage is None or stage.num_stages == 1)
+        has_all = experts.expert_groups == 1 and (stage is None or stage.num_stages == 1)
         whole = built if has_all else build_whole(config, ops)
         pieces, fill = self.prepare(config, Path(folder), built, whole)
         materialize(built, dtype, device)

@@ -80,12 +80,10 @@ class GatedMLP(nn.Module):
 class ExpertMLP(Mixture):
     """A mixture of experts in the place of the MLP."""
 
-    def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
-        super().__init__(hidden_size, spec, tp, ops)
-        self._tp = tp
-
     def forward(self, stream: Stream, norm: RMSNorm, next_norm: RMSNorm | None) -> Stream:
         routed = cast("Routed", self.router(stream, norm.norm))
+        if self._exchange is not None:
+            return Stream(routed.hidden, self.sum(routed))
         if self._tp.size > 1 or self.has_shared:
             return sum_onto(self._tp, routed.hidden, self.summand(routed), next_norm)
         return self._ops.experts_onto(routed, self.experts.matrices, None if next_norm is None else next_norm.norm)

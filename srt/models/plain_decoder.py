@@ -17,7 +17,7 @@ from srt.layers.embedding import VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
-from srt.layers.ops import LayerOps, Rotation, Routed, Stream
+from srt.layers.ops import LayerOps, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
 from srt.models.stage_layers import note_input, stage_layers
@@ -118,16 +118,8 @@ class PlainMLP(nn.Module):
 class PlainExperts(Mixture):
     """A mixture of experts in the place of the MLP."""
 
-    def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
-        super().__init__(hidden_size, spec, tp, ops)
-        self._tp = tp
-
     def forward(self, x: Tensor) -> Tensor:
         return self.sum(self.router(Stream(x)))
-
-    def sum(self, routed: Routed) -> Tensor:
-        """Return the result of all ranks together."""
-        return self._tp.all_reduce(self.summand(routed))
 
 
 def _mlp_of(hidden_size: int, spec: FeedForward | Experts, tp: TensorParallel, ops: LayerOps) -> nn.Module:

@@ -220,8 +220,11 @@ class ModelConfig:
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_tp(self, tp_size: int, ep_size: int = 1) -> None:
-        """Raise ModelError if the layers cannot be split over `tp_size` ranks, of which `ep_size` groups divide the experts."""
+    def check_tp(self, tp_size: int, ep_size: int = 1, expert_ranks: int = 0) -> None:
+        """Raise ModelError if the layers cannot be split over `tp_size` ranks, of which `ep_size` groups divide the experts.
+
+        `expert_ranks`, unless 0, are the ranks that share experts if these are more, with several attention groups.
+        """
         for layer in dict.fromkeys(self.layers):
             heads, kv_heads = layer.attention.num_heads, layer.attention.num_kv_heads
             if heads % tp_size:
@@ -233,11 +236,12 @@ class ModelConfig:
                     f"--tp {tp_size} neither divides the model's {kv_heads} KV heads nor is a multiple of them:"
                     " choose another --tp."
                 )
-            for size, num_ranks in _split_sizes(layer.feed_forward, tp_size, ep_size):
+            expert_ranks = expert_ranks or tp_size
+            for size, num_ranks in _split_sizes(layer.feed_forward, tp_size, ep_size, expert_ranks):
                 if size % num_ranks:
-                    groups = "" if num_ranks == tp_size else f" with --ep-size {ep_size}"
+                    groups = "" if num_ranks in (tp_size, expert_ranks) else f" with --ep-size {ep_size}"
                     raise ModelError(
-                        f"--tp {tp_size}{groups} does not divide the model's intermediate size, {size}: choose another --tp."
+                        f"--tp {expert_ranks}{groups} does not divide the model's intermediate size, {size}: choose another --tp."
                     )
             if isinstance(layer.feed_forward, Experts) and layer.feed_forward.routing.num_experts % ep_size:
                 raise ModelError(
@@ -246,12 +250,12 @@ class ModelConfig:
                 )
 
 
-def _split_sizes(spec: FeedForward | Experts, tp_size: int, ep_size: int) -> list[tuple[int, int]]:
+def _split_sizes(spec: FeedForward | Experts, tp_size: int, ep_size: int, expert_ranks: int) -> list[tuple[int, int]]:
     """Return the sizes of a layer that ranks share, each with the number of ranks that it must divide by."""
     if isinstance(spec, FeedForward):
         return [(spec.size, tp_size)]
-    shared = [] if spec.shared is None else [(spec.shared.size, tp_size)]
-    return [(spec.size, tp_size // ep_size), *shared]
+    shared = [] if spec.shared is None else [(spec.shared.size, expert_ranks)]
+    return [(spec.size, expert_ranks // ep_size), *shared]
 
 
 def _outside_the_layers(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import TypeVar, cast
 
 import torch
 
+from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import Group, TensorParallel
 from srt.distributed.pipeline import Pipeline
 from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
+from srt.distributed.step_calls import StepCalls
 
 T = TypeVar("T")
 
@@ -42,6 +44,51 @@ def run_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T], expe
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
+
+
+def run_groups(
+    num_groups: int,
+    size: int,
+    folder: Path,
+    work: Callable[[TensorParallel, int], T],
+    expert_groups: int = 1,
+) -> list[T]:
+    """`work` on every rank of attention groups at the same time, with the number of its group; the results in rank order.
+
+    `size` ranks in all share the experts.
+    """
+    number = len(list(folder.glob("rendezvous-*")))
+    group_size = size // num_groups
+    paths = [str(folder / f"c{number}-{rank}") for rank in range(size)]
+    opened: list[
+        TensorParallel
+    ] = []  # kept until all are done: a rank's last message may still be on its way when it is
+
+    def one(rank: int) -> T:
+        group, place = divmod(rank, group_size)
+        meeting = str(folder / f"rendezvous-{number}")
+        calls = StepCalls(paths[rank], 60.0)
+        experts = init_tensor_parallel(
+            rank, size, f"{meeting}-experts", "gloo", CPU, timeout_s=60, expert_groups=expert_groups
+        )
+        exchange = ExpertExchange(experts, num_groups, calls, paths)
+        tp = init_tensor_parallel(
+            place, group_size, f"{meeting}-group-{group}", "gloo", CPU, timeout_s=60, exchange=exchange
+        )
+        opened.append(tp)
+        try:
+            with torch.inference_mode():
+                return work(tp, group)
+        except BaseException:
+            tp.close()  # the others fail, instead of waiting
+            raise
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(one, range(size)))
+    finally:
+        for tp in opened:
+            tp.close()
 
 
 def run_stages(num_stages: int, tp_size: int, folder: Path, work: Callable[[TensorParallel, Pipeline], T]) -> list[T]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from srt.layers.moe.expert_ops import Choice
 from srt.layers.moe.experts import ExpertLayers, RouterWeight
 from srt.layers.ops import LayerOps, Routed
 from srt.layers.weights import ColumnPart
@@ -21,6 +22,8 @@ class Mixture(nn.Module):
 
     def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
+        self._exchange, self._top_k, tp = tp.exchange, spec.routing.top_k, tp.of_experts
+        self._tp = tp
         self._ops = ops
         self.router = RouterWeight(hidden_size, spec.routing, spec.router_name, ops)
         self.experts = ExpertLayers(hidden_size, spec, tp, ops.experts)
@@ -51,6 +54,22 @@ class Mixture(nn.Module):
         if not self._gate_name:
             return shared.onto(chosen, x)
         return torch.addcmul(chosen, shared(x), self._part(self._gate_name)(x).sigmoid())
+
+    def sum(self, routed: Routed) -> Tensor:
+        """Return the result of all ranks together, for the tokens of this rank."""
+        if self._exchange is None:
+            return self._tp.all_reduce(self.summand(routed))
+        choice = routed.choice
+        normed, ids, weights = self._exchange.gather(routed.normed, choice.ids, choice.weights)
+        return self._exchange.sum_own(self.summand(Routed(normed, normed, Choice(ids, weights))))
+
+    def join(self) -> None:
+        """Compute this rank's summand of the tokens of other attention groups, in a step in which its own group has none."""
+        none = self.router.weight.new_empty(0, self.router.weight.shape[1])
+        choice = Choice(
+            none.new_empty((0, self._top_k), dtype=torch.int64), none.new_empty((0, self._top_k), dtype=torch.float32)
+        )
+        self.sum(Routed(none, none, choice))
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])

@@ -484,7 +484,7 @@ def cpu_step_of(loaded: LoadedModel, state: DeviceState, compiled: CompiledForwa
     """Return the compiled step for a CPU; None if it cannot run this model here, or if PyTorch's compiler was asked for."""
     if "fused" not in loaded.config.fast_paths or loaded.device.type != "cpu" or loaded.tp.size > 1 or compiled:
         return None
-    if loaded.stage.num_stages > 1:
+    if loaded.stage.num_stages > 1 or loaded.tp.exchange is not None:
         return None
     if loaded.args.enable_deterministic_inference:
         return None  # steps with prompts could not give the same bits
