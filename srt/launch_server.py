@@ -167,7 +167,7 @@ def new_display(args: ServerArgs) -> ProgressDisplay:
 
 def all_children(plan: ServerPlan) -> list[ChildKey]:
     """List all processes of this plan but the supervisors."""
-    return children_of(plan.num_http_frontends, plan.args.tp_size, plan.args.dp_size, plan.args.pp_size)
+    return children_of(plan.num_http_frontends, plan.args.attention_ranks, plan.args.dp_size, plan.args.pp_size)
 
 
 def own_children(plan: ServerPlan) -> list[ChildKey]:

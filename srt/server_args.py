@@ -18,6 +18,7 @@ from srt.utils.option import ArgumentError as ArgumentError
 from srt.utils.option import option
 from srt.utils.pipeline_stage import rank_obstacle
 from srt.utils.quantization import QUANTIZATIONS
+from srt.utils.rank_options import DEVICE
 from srt.utils.speculation import DEFAULT_DRAFT_TOKENS, SPECULATIVE_ALGORITHMS, speculation_obstacle
 from srt.version import __version__
 
@@ -31,7 +32,7 @@ GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_STRICT_LEVELS = ("auto", "function", "parameter")
 REASONING_PARSERS = tuple("qwen3 deepseek-r1 deepseek_r1 deepseek-v3 glm45 kimi gpt-oss openai_gptoss minimax".split())
 
-MODEL, HTTP, MEMORY, DEVICE, LOG = "Model", "HTTP", "Memory and scheduling", "Devices and kernels", "Logging"
+MODEL, HTTP, MEMORY, LOG = "Model", "HTTP", "Memory and scheduling", "Logging"
 SPECULATION = "Speculative decoding"
 GROUPS = (MODEL, HTTP, MEMORY, SPECULATION, LORA, DEVICE, HOSTS, LOG)  # in the order of documents
 
@@ -230,29 +231,6 @@ class ServerArgs(HostOptions):
         12, "most last tokens that are compared; the occurrence that repeats most is chosen", group=SPECULATION
     )
 
-    tp_size: int = option(
-        1, "GPUs (or CPU processes) that share each layer", group=DEVICE, aliases=("--tp", "--tensor-parallel-size")
-    )
-    dp_size: int = option(
-        1,
-        "replicas of the model behind one port, each on --tp-size GPUs (or CPU processes) of its own",
-        group=DEVICE,
-        aliases=("--dp", "--data-parallel-size"),
-    )
-    pp_size: int = option(
-        1, "stages that divide the layers (on a CPU only)", group=DEVICE, aliases=("--pp", "--pipeline-parallel-size")
-    )
-    pp_layer_partition: tuple[int, ...] = option((), "numbers of layers of the stages (default: even)", group=DEVICE)
-    ep_size: int = option(
-        1, "groups of --tp ranks that divide experts (CPU)", group=DEVICE, aliases=("--ep", "--expert-parallel-size")
-    )
-    load_balance_method: str = option(
-        "auto",
-        "replica for a request; auto: one that has its prefix, else the one with fewer requests; round_robin: in turn;"
-        " total_requests: the one with the fewest requests; total_tokens: the one with the fewest tokens",
-        group=DEVICE,
-        choices=("auto", "round_robin", "total_requests", "total_tokens"),
-    )
     device: str | None = option(
         None, "where the model runs (default: cuda if present)", group=DEVICE, choices=("cpu", "cuda")
     )
@@ -474,11 +452,6 @@ class ServerArgs(HostOptions):
         return GPU_STALL if self.max_decode_stall is None else self.max_decode_stall
 
     @property
-    def num_ranks(self) -> int:
-        """Workers of a replica: those that share layers, in each stage."""
-        return self.tp_size * self.pp_size
-
-    @property
     def window(self) -> int:
         """Largest number of plans in flight."""
         return 1 if self.disable_overlap_schedule else 2
@@ -506,7 +479,7 @@ UNSUPPORTED = frozenset(
     "attn_dp_size nccl_port tokenizer_mode skip_tokenizer_init"
     " trust_remote_code allow_auto_truncate max_prefill_tokens enable_mixed_chunk num_continuous_decode_steps"
     " sampling_backend max_loaded_loras lora_eviction_policy lora_backend"
-    " disaggregation_mode ssl_ca_certs crash_dump_folder enable_dp_attention gpu_id_step"
+    " disaggregation_mode ssl_ca_certs crash_dump_folder gpu_id_step"
     " detokenizer_worker_num skip_server_warmup".split()
 )
 

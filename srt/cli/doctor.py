@@ -344,7 +344,7 @@ def _check_model(args: ServerArgs) -> str:
 
 
 def _check_devices(args: ServerArgs, torch: dict[str, Any] | str) -> str:
-    num_workers = args.tp_size * args.pp_size * args.dp_size // args.nnodes  # on this host
+    num_workers = args.num_ranks * args.dp_size // args.nnodes  # on this host
     if runs_on_cpu(args):
         return f"{num_workers} rank(s) on {usable_cores()} cores"
     num_gpus = len(torch["gpus"]) if isinstance(torch, dict) else 0

@@ -135,13 +135,16 @@ async def checksums(service: Service) -> WeightHashes:
 
 
 async def named_weight(body: NamedBody, service: Service) -> list[Any]:
-    """Return rows of the tensor, or elements if it is a vector, put together from the parts of the ranks of one replica."""
+    """Return rows of the tensor, or elements if it is a vector, put together from the parts of the ranks that share it."""
     if not 1 <= body.truncate_size <= MAX_ROWS:
         raise bad_parameter("truncate_size", f"must be from 1 to {MAX_ROWS}")
     replies = await service.engine().ask_ranks(InspectWeights(body.name, body.truncate_size))
-    reply = next(iter(replies.values()))
-    check_done(reply)
-    parts = {int(str(part["start"])): part for part in _by_rank(reply).values()}  # ranks may have the same part
+    # One replica has all of it, unless all of them share the experts.
+    asked = list(replies.values()) if service.args.enable_dp_attention else [next(iter(replies.values()))]
+    parts: dict[int, dict[str, Scalar]] = {}
+    for reply in asked:
+        check_done(reply)
+        parts |= {int(str(part["start"])): part for part in _by_rank(reply).values()}  # ranks may have the same part
     if not parts:
         raise RequestError(400, f"The model has no tensor {body.name[:200]!r}.")
     rows = [orjson.loads(str(parts[start]["rows"])) for start in sorted(parts)]

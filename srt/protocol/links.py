@@ -55,6 +55,11 @@ def worker_path(run_dir: str, generation: int) -> str:
     return _ipc(run_dir, f"w{generation}")
 
 
+def calls_path(run_dir: str, worker: int, number: int) -> str:
+    """Return where a worker hears that another attention group begins a step. `number` counts its engines."""
+    return _ipc(run_dir, f"c{number}-{worker}").removeprefix(_SCHEME)
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where two ends of a link meet; `keys` if others can reach that place."""

@@ -80,6 +80,7 @@ TYPED = (
     "srt.utils.option",
     "srt.utils.pipeline_stage",
     "srt.utils.quantization",
+    "srt.utils.rank_options",
     "srt.utils.speculation",
     "srt.version",
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from srt.utils.lora_options import LoraOptions
 from srt.utils.option import ArgumentError, option
+from srt.utils.rank_options import RankOptions
 
 HOSTS = "Several hosts"
 PORTS_PER_REPLICA = 3  # behind that of --dist-init-addr: for frontends, for workers, and where ranks find each other
@@ -21,7 +21,7 @@ OWN_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class HostOptions(LoraOptions):
+class HostOptions(RankOptions):
     """The options of several hosts as the user gave them; a part of ServerArgs."""
 
     nnodes: int = option(

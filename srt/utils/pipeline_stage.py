@@ -71,9 +71,38 @@ def stages_of(num_layers: int, num_stages: int, counts: Sequence[int] = ()) -> l
     ]
 
 
+def attention_groups_obstacle(values: Mapping[str, Any]) -> str | None:
+    """Return a sentence about options that do not work with --enable-dp-attention; None if all work, or if it was not asked for."""
+    if not values["enable_dp_attention"]:
+        return None
+    option, tp_size, dp_size = "--enable-dp-attention", values["tp_size"], values["dp_size"]
+    if dp_size == 1:
+        return f"{option} needs --dp-size of at least 2, the number of attention groups."
+    if tp_size % dp_size:
+        return (
+            f"{option} divides the {tp_size} ranks of --tp into {dp_size} groups of --dp-size, which is not possible: choose a"
+            " --tp that is a multiple of --dp-size."
+        )
+    for name in ("pp_size", "nnodes"):
+        if values[name] > 1:
+            return (
+                f"{option} works with all layers in one process and on one host, not with --{name.replace('_', '-')}."
+            )
+    for name, what in UNDIVIDED.items():
+        if values[name]:
+            return f"{what} does not work with {option}: leave one of the two out."
+    if values["load_format"] == "sharded_state":
+        return f"--load-format sharded_state does not work with {option}: start from a checkpoint."
+    if values["chunked_prefill_size"] == -1:
+        return f"{option} needs a limit of prompt tokens in a step: choose another --chunked-prefill-size than -1."
+    return None
+
+
 def rank_obstacle(values: Mapping[str, Any]) -> str | None:
     """Return a sentence about options that do not work with these ranks; None if all work. `values` are the options."""
     tp_size, num_stages, counts = values["tp_size"], values["pp_size"], values["pp_layer_partition"]
+    if (obstacle := attention_groups_obstacle(values)) is not None:
+        return obstacle
     if values["enable_torch_compile"] and tp_size > 1:
         return f"--enable-torch-compile works on one GPU only, not with --tp {tp_size}."
     if tp_size % values["ep_size"]:

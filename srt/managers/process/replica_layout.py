@@ -6,6 +6,9 @@ are numbered from 0, the first replica's before the second's, and so are its sch
 A replica has `--pp-size` stages, each of `--tp-size` ranks. The ranks of the last stage come first, and those of the first stage last. So
 rank 0 is always one that draws, and the scheduler takes the results of steps from it.
 
+With `--enable-dp-attention` the `--tp-size` ranks are divided into `--dp-size` attention groups. A group counts as a replica, with a
+scheduler and a generation of its own, but the ranks of all groups share the experts. So all groups end and start together.
+
 With `--nnodes` the workers are divided evenly between the hosts, in the order of their numbers. A scheduler runs where rank 0 does, and
 frontends run on host 0.
 """
@@ -25,10 +28,12 @@ class ReplicaLayout:
     tp: int  # ranks that share each layer
     replica: int = 0  # its number
     pp: int = 1  # stages, which divide the layers between them
+    groups: int = 1  # attention groups that share experts with this one, itself included
 
     @classmethod
     def of(cls, args: ServerArgs, replica: int = 0) -> ReplicaLayout:
-        return cls(args.tp_size, replica, args.pp_size)
+        groups = args.dp_size if args.enable_dp_attention else 1
+        return cls(args.attention_ranks, replica, args.pp_size, groups)
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +89,11 @@ def next_generation(generation: int, num_replicas: int) -> int:
 def previous_generation(generation: int, num_replicas: int) -> int:
     """Return the generation of the engine that this one replaced; a number below 1 if it was the first."""
     return generation - num_replicas
+
+
+def start_number(generation: int, num_replicas: int) -> int:
+    """Return how many engines a replica had before this one. The engines that share experts have the same number."""
+    return (generation - 1) // num_replicas
 
 
 def children_of(num_frontends: int, tp_size: int, dp_size: int = 1, pp_size: int = 1) -> list[ChildKey]:

@@ -22,3 +22,8 @@ def longest_step_s(args: ServerArgs) -> float:
     """Return the seconds that the largest possible step may take. The scheduler knows the limit of each single step."""
     chunk = UNLIMITED_CHUNK if args.prefill_chunk == -1 else args.prefill_chunk
     return args.watchdog_timeout * max(1.0, chunk / TOKENS_PER_TIMEOUT)
+
+
+def least_step_s(args: ServerArgs) -> float:
+    """Return the seconds that the smallest step may take. With attention groups it lasts as long as the largest one of another group."""
+    return longest_step_s(args) if args.enable_dp_attention else args.watchdog_timeout

@@ -16,7 +16,7 @@ import zmq
 
 from srt.managers.process.child import Child
 from srt.managers.process.replica_layout import ReplicaLayout, children_of, previous_generation
-from srt.managers.process.watchdog import OVERSLEPT_S
+from srt.managers.process.watchdog import OVERSLEPT_S, least_step_s
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.scheduler.effects import Effect, Fatal, Frontend, HandshakeDone, Record, ToFrontend, ToWorkers, Worker
 from srt.managers.scheduler.engine_status import EngineStatus
@@ -107,14 +107,14 @@ class SchedulerProcess:
         self._peer_of_frontend: dict[int, bytes] = {}
         self._frontend_of_peer: dict[bytes, int] = {}
         self._rank_of_peer: dict[bytes, int] = {}
-        self._deadline = StepDeadline(start.args.watchdog_timeout, ReplicaLayout.of(start.args).num_ranks)
+        self._deadline = StepDeadline(least_step_s(start.args), ReplicaLayout.of(start.args).num_ranks)
         self._trace = SchedulerTrace(child.tracer, child.control, self._scheduler.request_in)
         self._status = status
         self._is_unpublished = False
         self._stop_at: float | None = None
         self._is_lost = False  # True once the workers are lost
         self._busy_since: float | None = None
-        sizes = start.args.tp_size, start.args.dp_size, start.args.pp_size
+        sizes = start.args.attention_ranks, start.args.dp_size, start.args.pp_size
         num_processes = len(children_of(start.num_frontends, *sizes)) + 1
         self._has_core = usable_cores() >= num_processes + SPARE_CORES  # so it may poll without sleep
         self._awake_until_s = 0.0  # it does not sleep before this time

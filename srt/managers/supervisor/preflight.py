@@ -135,9 +135,11 @@ def check_model(args: ServerArgs) -> Path:
         )
     folder = resolve_model_path(args.model_path, args.revision, args.download_dir).resolve()
     config = ModelConfig.served_from(folder, args)
-    config.check_tp(args.tp_size, args.ep_size)
+    config.check_tp(args.attention_ranks, args.ep_size, args.tp_size)
     if args.ep_size > 1:
-        check_expert_groups(args, config)
+        check_expert_groups(args, config, f"--ep-size {args.ep_size}")
+    if args.enable_dp_attention:
+        check_expert_groups(args, config, "--enable-dp-attention")
     if args.nnodes > args.dp_size and not runs_on_cpu(args):
         raise StartError(
             f"On GPUs each host has whole replicas: use --dp-size {args.nnodes} or more with --nnodes {args.nnodes}, or serve with"
@@ -200,7 +202,7 @@ def check_kv_scales(path: str, args: ServerArgs, config: ModelConfig) -> None:
             "--quantization-param-path has the scales of an fp8 KV memory: use it with --kv-cache-dtype fp8_e4m3."
         )
     if config.layers:
-        read_scales_file(path, config.model_type, config.num_layers, args.tp_size)
+        read_scales_file(path, config.model_type, config.num_layers, args.attention_ranks)
 
 
 def check_pipeline(args: ServerArgs, config: ModelConfig) -> None:
@@ -219,13 +221,14 @@ def check_pipeline(args: ServerArgs, config: ModelConfig) -> None:
     stages_of(config.num_layers, args.pp_size, args.pp_layer_partition)
 
 
-def check_expert_groups(args: ServerArgs, config: ModelConfig) -> None:
-    """Raise StartError if groups of ranks cannot divide the experts here."""
-    option = f"--ep-size {args.ep_size}"
+def check_expert_groups(args: ServerArgs, config: ModelConfig, option: str) -> None:
+    """Raise StartError if groups of ranks cannot divide or share the experts here, as this option says."""
     if not any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
         raise StartError(
             f"{option} divides the experts of a model, but our layers of this one have none: leave it out."
         )
+    if config.pooling is not None and args.enable_dp_attention:
+        raise StartError(f"{option} serves models that generate text, which this one does not: leave it out.")
     if not runs_on_cpu(args):
         raise StartError(f"{option} works on a CPU only: leave it out, and --tp splits each expert over the GPUs.")
 
@@ -283,7 +286,8 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
             )
         return
     available = available_memory_bytes()
-    needed = needed * args.dp_size // args.nnodes
+    num_copies = 1 if args.enable_dp_attention else args.dp_size  # the groups share most of the weights, the experts
+    needed = needed * num_copies // args.nnodes
     if needed > available:
         num_copies = args.dp_size // args.nnodes
         copies, fewer = (f" in {num_copies} replicas", " a smaller --dp-size,") if num_copies > 1 else ("", "")

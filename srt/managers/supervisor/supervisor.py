@@ -100,7 +100,14 @@ class Supervisor:
         self._unborn: dict[ChildKey, tuple[float, str]] = {}
         spawned_s = {child.key: child.spawned_s for child in children}
         spawned_s |= dict.fromkeys(() if hosts is None else hosts.children, time.monotonic())
-        self._replacer = Replacer(list(spawned_s), started_s, longest_step_s(plan.args), plan.args.max_replacements)
+        args = plan.args
+        self._replacer = Replacer(
+            list(spawned_s),
+            started_s,
+            longest_step_s(args),
+            args.max_replacements,
+            shares_experts=args.enable_dp_attention,
+        )
         self._report = StartupReport(started_s, spawned_s)
         self._selector = selectors.DefaultSelector()
         self._heartbeat = HeartbeatWriter(run_dir.path, "supervisor")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from srt.distributed.errors import CollectiveError
 from srt.managers.process.child import Child, SupervisorGone
-from srt.managers.process.replica_layout import ReplicaLayout, previous_generation
+from srt.managers.process.replica_layout import ReplicaLayout, previous_generation, start_number
 from srt.managers.process.tracer import DEVICE, STEP, Tracer
 from srt.managers.tp_worker.adapters import AdapterLoader
 from srt.managers.tp_worker.constrained_rows import ConstrainedRows, GrammarLoader, SamplingRow, without_least_length
@@ -42,6 +42,7 @@ from srt.protocol.engine_work import (
     WeightsSource,
     Work,
 )
+from srt.protocol.links import calls_path
 from srt.protocol.messages import (
     ChildStart,
     PlanSection,
@@ -61,7 +62,10 @@ from srt.utils.errors import StartError, UpdateError
 from srt.utils.model_config import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from srt.constrained.vocabulary import Vocabulary
+    from srt.distributed.expert_exchange import ExpertExchange
     from srt.distributed.rendezvous import TcpMeeting
     from srt.model_executor.memory.memory_loan import MemoryLoan
     from srt.model_executor.model_runner import ModelRunner
@@ -152,7 +156,10 @@ class TpWorker:
         self._answer_all()
 
     def _next_plan(self) -> ToWorker | None:
-        """Wait for the next plan. Meanwhile answer steps that the device has completed, and resources that are prepared."""
+        """Wait for the next plan. Meanwhile answer completed steps and prepared resources, and join steps of other attention groups.
+
+        A plan that has come is preferred to joining without tokens.
+        """
         while True:
             for prepared in self._resources.pop_answers():
                 self._link.send(prepared)
@@ -162,10 +169,14 @@ class TpWorker:
             if not self._in_flight:
                 self._busy_since_s = None
             wakes = not self._in_flight or self._in_flight[0].output.must_be_awaited
+            is_called = self._runner.is_called
             try:
-                return self._link.next_plan(block=wakes)
+                return self._link.next_plan(block=wakes and not is_called)
             except queue.Empty:
-                if self._in_flight and not wakes and self.progress_age_s() > SPIN_S:
+                if is_called:
+                    self._busy_since_s = time.monotonic()
+                    self._runner.join()
+                elif self._in_flight and not wakes and self.progress_age_s() > SPIN_S:
                     time.sleep(NAP_S)
 
     def _launch(self, plan: StepPlan, arrived_s: float) -> None:
@@ -310,6 +321,7 @@ def main(child: Child) -> None:
         child.report_phase("warm-up")
         warm_up(runner)
     link = WorkerLink(child)
+    runner.when_called(link.wake)
     args = child.start.args
     layout = ReplicaLayout.of(args, child.start.replica)
     rank = layout.rank_of(child.start.index)
@@ -392,6 +404,7 @@ def load_runner(child: Child) -> ModelRunner:
     child.report_phase("communicator")
     stage, tp_rank = layout.stage_of(rank), layout.tp_rank_of(rank)
     meeting_of = _meetings(start, rank)
+    exchange = _meet_experts(start, layout, device) if layout.groups > 1 else None
     tp = init_tensor_parallel(
         tp_rank,
         layout.tp,
@@ -400,7 +413,8 @@ def load_runner(child: Child) -> ModelRunner:
         device,
         args.dist_timeout,
         maps_peers=not args.disable_custom_all_reduce,
-        expert_groups=args.ep_size,
+        expert_groups=1 if exchange is not None else args.ep_size,
+        exchange=exchange,
     )
     pipeline = init_pipeline(
         stage, layout.pp, meeting_of(f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1
@@ -421,6 +435,34 @@ def load_runner(child: Child) -> ModelRunner:
         )
 
 
+def _meet_experts(start: ChildStart, layout: ReplicaLayout, device: torch.device) -> ExpertExchange:
+    """Meet the ranks of all attention groups, which share the experts."""
+    from srt.distributed.expert_exchange import ExpertExchange
+    from srt.distributed.rendezvous import init_tensor_parallel
+    from srt.distributed.step_calls import StepCalls
+
+    number, args = start_number(start.generation, start.args.dp_size), start.args
+    _file_of(start, "experts-rendezvous-", number - 1).unlink(missing_ok=True)
+    paths = [calls_path(start.run_dir, rank, number) for rank in range(args.tp_size)]
+    Path(calls_path(start.run_dir, start.index, number - 1)).unlink(missing_ok=True)
+    # Opened first: after the meeting every rank can call every other one.
+    calls = StepCalls(paths[start.index], args.dist_timeout)
+    ranks = init_tensor_parallel(
+        start.index,
+        args.tp_size,
+        str(_file_of(start, "experts-rendezvous-", number)),
+        "gloo",
+        device,
+        args.dist_timeout,
+        expert_groups=args.ep_size,
+    )
+    return ExpertExchange(ranks, layout.groups, calls, paths)
+
+
+def _file_of(start: ChildStart, name: str, number: int) -> Path:
+    return Path(start.run_dir, f"{name}{number}")
+
+
 def _meetings(start: ChildStart, rank: int) -> Callable[[str], str | TcpMeeting]:
     """Return a function that says where the ranks of a group meet: at a port if they are on several hosts, else at a file."""
     from srt.distributed.rendezvous import TcpMeeting
@@ -434,8 +476,8 @@ def _meetings(start: ChildStart, rank: int) -> Callable[[str], str | TcpMeeting]
 def _rendezvous(start: ChildStart, group: str) -> str:
     """Return the file at which the ranks of a group of this generation meet, and delete that of the generation before."""
     before = previous_generation(start.generation, start.args.dp_size)
-    Path(start.run_dir, f"{group}rendezvous-{before}").unlink(missing_ok=True)
-    return str(Path(start.run_dir, f"{group}rendezvous-{start.generation}"))
+    _file_of(start, f"{group}rendezvous-", before).unlink(missing_ok=True)
+    return str(_file_of(start, f"{group}rendezvous-", start.generation))
 
 
 def _hash_compiler() -> None:

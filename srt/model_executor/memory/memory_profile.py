@@ -44,7 +44,7 @@ def profile_max_num_token(
         unasked = min(available // (CPU_SHARE * args.dp_size), CPU_MOST_BYTES)
         is_asked = num_tokens or args.max_total_tokens is not None
         # The kernel provides pages at first use, so the ranks do not see each other's yet.
-        fits = shares.tokens_in(available // (args.tp_size * args.pp_size * args.dp_size) if is_asked else unasked)
+        fits = shares.tokens_in(available // (args.num_ranks * args.dp_size) if is_asked else unasked)
         fitted_before = fits
     else:
         free, total = torch.cuda.mem_get_info(device)

@@ -17,10 +17,11 @@ import triton
 from triton import knobs
 
 import srt
-from srt.server_args import DEVICE, MEMORY, ServerArgs
+from srt.server_args import MEMORY, ServerArgs
 from srt.utils.cache_folders import own_folder
 from srt.utils.errors import StartError
 from srt.utils.lora_options import LORA
+from srt.utils.rank_options import DEVICE
 
 SOURCES = (".py", ".cu", ".cuh", ".h")
 ELSEWHERE = ("base_gpu_id", "random_seed")  # options that do not change the kernels

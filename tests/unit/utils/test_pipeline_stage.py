@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from srt.managers.process.replica_layout import ReplicaLayout
+from srt.managers.process.replica_layout import ReplicaLayout, layouts_of
+from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.option import ArgumentError
 from srt.utils.pipeline_stage import Stage, stages_of
 
 
@@ -45,3 +50,25 @@ def test_rank_0_is_of_the_last_stage() -> None:
     assert [layout.stage_of(rank) for rank in range(6)] == [2, 2, 1, 1, 0, 0]
     assert [layout.tp_rank_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
     assert [worker.index for worker in layout.workers] == [6, 7, 8, 9, 10, 11]
+
+
+def test_attention_groups_divide_the_ranks_and_refuse_what_they_do_not_support() -> None:
+    args = ServerArgs(model_path="m", tp_size=4, dp_size=2, ep_size=4, enable_dp_attention=True)
+    args.check()
+    layouts = layouts_of(args)
+    assert [(layout.tp, layout.num_ranks, layout.groups) for layout in layouts] == [(2, 2, 2), (2, 2, 2)]
+    assert [worker.index for layout in layouts for worker in layout.workers] == [0, 1, 2, 3]
+    cases: dict[str, dict[str, Any]] = {
+        "needs --dp-size of at least 2": {"dp_size": 1},
+        "into 3 groups of --dp-size, which is not possible": {"dp_size": 3},
+        "not with --pp-size": {"pp_size": 2},
+        "--speculative-algorithm does not work with --enable-dp-attention": {"speculative_algorithm": "NGRAM"},
+        "--enable-lora does not work with": {"enable_lora": True},
+        "--enable-memory-saver does not work with": {"enable_memory_saver": True},
+        "--load-format sharded_state does not work with": {"load_format": "sharded_state"},
+        "choose another --chunked-prefill-size than -1": {"chunked_prefill_size": -1},
+        "--ep-size 3 must divide --tp": {"ep_size": 3},
+    }
+    for said, options in cases.items():
+        with pytest.raises(ArgumentError, match=said):
+            replace(args, **options).check()

@@ -354,6 +354,19 @@ def test_groups_of_experts_are_refused_on_gpus_and_without_experts(
         with_draft_model(drafting, Path(args.model_path))
 
 
+def test_attention_groups_are_refused_on_gpus_and_without_experts(
+    qwen3_checkpoint: Path, checkpoint: CheckpointFactory
+) -> None:
+    args = replace(args_for(checkpoint("qwen3_moe")), tp_size=8, dp_size=2, enable_dp_attention=True)
+    with pytest.raises(ModelError, match="--tp 16 does not divide the model's intermediate size, 40"):
+        check_model(replace(args, tp_size=16, dp_size=8))
+    check_model(args)
+    with pytest.raises(StartError, match="--enable-dp-attention works on a CPU only"):
+        check_model(replace(args, device="cuda"))
+    with pytest.raises(StartError, match="--enable-dp-attention divides the experts of a model, but our layers of"):
+        check_model(replace(args, model_path=str(qwen3_checkpoint)))
+
+
 def test_scales_without_an_fp8_memory_or_for_another_model_are_refused(qwen3_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 1.0}}}}')

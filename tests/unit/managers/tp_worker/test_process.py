@@ -298,6 +298,8 @@ class OneGraph:
 class LateRunner:
     """A device whose steps take until somebody waits for them, and miss the one graph."""
 
+    is_called = False
+
     def __init__(self, log: list[str], ready: bool) -> None:
         self._log, self._ready, self._count = log, ready, 0
         self.graphs = OneGraph(log)
