@@ -19,6 +19,7 @@ from tests.support.checkpoints import CheckpointFactory
 FAMILIES = ("llama", "qwen2", "qwen3")
 ORDINARY = {"talkers": 24, "readers": 40, "longest": 120, "most_new": 42}
 SHORT = {"talkers": 4, "readers": 8, "longest": 44, "most_new": 20}
+MOST_TRIES = 5
 COVERING = pairwise()
 REST = [setting for setting in PRODUCT if setting not in COVERING]
 Cases = Callable[[str, bool], tuple[Path, list[Case]]]
@@ -73,11 +74,18 @@ def test_the_covering_set_covers_every_pair_of_values() -> None:
 def check_setting(setting: Setting, folder: Path, cases: list[Case]) -> None:
     rounds = [cases, cases[::-1]] if setting.cache else [cases]  # the second round meets a warm cache
     with _runtime(setting, folder, max_total_tokens=20_000) as runtime:
-        for number, these in enumerate(rounds):
+        for number, these in enumerate(rounds * MOST_TRIES, 1):
             answers = asyncio.run(send_at_random(these, _stream(runtime), np.random.default_rng(number)))
             _compare(these, answers)
-        report = runtime.get_server_info()["internal_states"][0]
+            report = runtime.get_server_info()["internal_states"][0]
+            if number >= len(rounds) and _has_shared_steps(report, setting):
+                break
     _check_report(report, setting, cases)
+
+
+def _has_shared_steps(report: Answer, setting: Setting) -> bool:
+    """On a busy machine requests may come so slowly that each is answered before the next one."""
+    return report["num_mixed_steps"] > 0 and (setting.chunk == 1 or report["max_rows_in_step"] >= 16)
 
 
 def _runtime(setting: Setting, folder: Path, **more: float) -> srt.Runtime:
@@ -113,10 +121,9 @@ def _compare(cases: list[Case], answers: list[Answer]) -> None:
 
 def _check_report(report: Answer, setting: Setting, cases: list[Case]) -> None:
     """The steps were of the kind that the test is about: what was not shared, chunked or cached proves nothing."""
+    assert _has_shared_steps(report, setting), report
     if setting.chunk != 1:
-        assert report["max_rows_in_step"] >= 16
         assert max(len(case.prompt_ids) for case in cases) > 3 * 16
-    assert report["num_mixed_steps"] > 0
     if setting.chunk != UNLIMITED:
         assert report["max_chunks_of_a_prompt"] > 3
     if setting.cache:
