@@ -26,7 +26,7 @@ from tests.scheduler.mutations import MORE_MUTATIONS, MUTATIONS, PACKAGE, Mutati
 from tests.scheduler.resource_mutations import RESOURCE_MUTATIONS
 
 SIMULATED = (*MUTATIONS, *MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *RESOURCE_MUTATIONS)
-MOST_WORLDS = 60
+MOST_WORLDS = 300
 FIRST_WORLDS = Path(__file__).with_name("first_worlds.json")
 
 

@@ -35,12 +35,6 @@ RESOURCE_MUTATIONS = (
         "if True:\n            self._note_unused(entry)\n\n",
     ),
     Mutation(
-        "the resource used last is released",
-        _RESOURCES,
-        "(one for key, one in self._idle.items() if key not in self._later), longest_ago",
-        "(one for key, one in reversed(self._idle.items()) if key not in self._later), longest_ago",
-    ),
-    Mutation(
         "released though there is room",
         _RESOURCES,
         "            self._idle[key] = entry",
@@ -136,12 +130,6 @@ RESOURCE_MUTATIONS = (
         _RESOURCES,
         "if key in self._pinned and not (entry.reason",
         "if False and not (entry.reason",
-    ),
-    Mutation(
-        "what is pinned while it is idle makes room",
-        _RESOURCES,
-        "            self._idle.pop(key, None)\n            held",
-        "            held",
     ),
     Mutation("what was pinned stays for ever", _RESOURCES, "key in before and key not in wanted", "False"),
     Mutation("all places are pinned", _RESOURCES, "message.resources[: self._most_held - 1]", "message.resources"),

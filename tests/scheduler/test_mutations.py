@@ -19,13 +19,13 @@ MORE = (*MORE_MUTATIONS, *CONTROL_MUTATIONS, *FRONTEND_MUTATIONS, *RESOURCE_MUTA
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_a_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+def test_a_planted_bug_is_found_by_a_world(mutation: Mutation, tmp_path: Path) -> None:
     check_found(mutation, tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutation", MORE, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_another_planted_bug_is_found_within_60_worlds(mutation: Mutation, tmp_path: Path) -> None:
+def test_another_planted_bug_is_found_by_a_world(mutation: Mutation, tmp_path: Path) -> None:
     check_found(mutation, tmp_path)
 
 

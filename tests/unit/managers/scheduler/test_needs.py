@@ -212,6 +212,33 @@ def test_a_pinned_adapter_is_held_and_never_makes_room() -> None:
     assert world.told() == ["-red", "+blue"]
 
 
+def test_the_adapter_used_longest_ago_makes_room() -> None:
+    world = World(most_adapters=2)
+    for number, name in enumerate(("red", "blue")):
+        use_once(world, number, name)
+    world.enter(request(2, "red"))
+    world.leave(world.live[0])
+    world.enter(request(3, "green"))
+    assert world.told() == ["-blue", "+green"]
+
+
+def test_an_adapter_that_is_pinned_while_nobody_needs_it_stays() -> None:
+    world = World(most_adapters=2)
+    use_once(world, 0, "red")
+    world.needs.pin(PinResources(1, [Resource("adapter", "red", b"")]))
+    use_once(world, 1, "blue")
+    world.enter(request(2, "green"))
+    assert world.told() == ["-blue", "+green"]
+
+
+def use_once(world: World, number: int, name: str) -> None:
+    used = request(number, name)
+    world.enter(used)
+    world.told()
+    world.answer(name)
+    world.leave(used)
+
+
 def test_what_is_pinned_no_more_makes_room_in_the_order_of_its_use() -> None:
     world = World(most_adapters=2)
     for number, name in enumerate(("red", "blue")):
