@@ -101,7 +101,7 @@ def environment_of(role: str, num_workers: int, num_processes: int, cores: int) 
     }  # numpy's pool of threads costs start-up time, and we multiply nothing with it
     if role == "worker":
         wanted["OMP_NUM_THREADS"] = str(_torch_threads(cores // num_workers))
-        if cores < num_processes + 2:
+        if cores < num_processes + 2 and "OMP_WAIT_POLICY" not in os.environ:
             wanted["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of a process that has work
             wanted["GOMP_SPINCOUNT"] = "10000"  # but it may for 0.1 ms, about what waking it takes
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -185,6 +185,8 @@ def test_workers_share_the_cores_and_do_not_spin_where_there_are_few(monkeypatch
     few = environment_of("worker", 2, 5, 2)
     assert (few["OMP_NUM_THREADS"], few["OMP_WAIT_POLICY"], few["GOMP_SPINCOUNT"]) == ("1", "PASSIVE", "10000")
     assert environment_of("worker", 4, 7, 2)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # which a number of spins would take precedence over
+    assert not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment_of("worker", 2, 5, 2))
     assert "OMP_NUM_THREADS" not in environment_of("frontend", 2, 5, 64)
 
 
