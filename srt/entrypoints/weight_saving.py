@@ -9,7 +9,7 @@ from pathlib import Path
 
 from srt.entrypoints.answers import Succeeded
 from srt.entrypoints.exchange import Exchange
-from srt.entrypoints.request_schema import RequestBody, described
+from srt.entrypoints.request_schema import RequestBody, bad_parameter, described
 from srt.entrypoints.service import Service
 from srt.entrypoints.weights import check_done
 from srt.managers.tokenizer_manager.api_types import RequestError
@@ -38,6 +38,8 @@ async def save_sharded_model(exchange: Exchange, service: Service) -> None:
 
 async def save(body: SaveBody, service: Service) -> Succeeded:
     args = service.args
+    if body.max_size is not None and body.max_size < 1:
+        raise bad_parameter("max_size", "must be at least 1, or null")
     if args.nnodes > 1 or args.dp_size > 1:
         raise RequestError(
             400, "Weights are saved by one replica on one host: start a server without --dp-size and --nnodes."

@@ -43,6 +43,8 @@ def test_what_a_server_saves_another_one_serves(
     with serving(old, tmp_path_factory.mktemp("first"), "--quantization", "int8") as server:
         expected = answers(server)
         assert post(server, "/save_sharded_model", {"path": str(folder), "pattern": "x"}).status_code == 400
+        refused = post(server, "/save_sharded_model", {"path": str(folder), "max_size": -3})
+        assert refused.status_code == 400 and "max_size must be at least 1" in refused.text and not folder.exists()
         saved = post(server, "/save_sharded_model", {"path": str(folder), "max_size": 200_000})
         assert saved.status_code == 200, saved.text
         again = post(server, "/save_sharded_model", {"path": str(folder)})
