@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 def test_a_model_agrees_with_itself_and_less_with_itself_in_fp8(
     tiny_server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = accuracy.TEXTS[:2]
+    texts = accuracy.TEXTS[:4]
     same = accuracy.measure(tiny_server.url, tiny_server.url, texts)
     assert same.positions > 60
     assert same.agreement == 1.0
@@ -44,7 +44,7 @@ def test_a_model_agrees_with_itself_and_less_with_itself_in_fp8(
     assert 0.8 < fp8.agreement <= 1.0
     assert 1e-6 < fp8.divergence < 0.05
     assert fp8.candidate_perplexity == pytest.approx(fp8.reference_perplexity, rel=0.05)
-    assert f"{fp8.positions} positions of 2 texts" in capsys.readouterr().out
+    assert f"{fp8.positions} positions of 4 texts" in capsys.readouterr().out
 
 
 def test_the_divergence_is_that_of_the_distributions() -> None:
