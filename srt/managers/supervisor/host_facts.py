@@ -28,7 +28,8 @@ def facts_of(plan: ServerPlan) -> HostHello:
 
 def difference(ours: HostHello, theirs: HostHello) -> str | None:
     """Return a sentence that says why a host cannot join; None if it can."""
-    for name in sorted(ours.options, key=lambda name: name != "nnodes"):  # who mistook the number of hosts mistook others too
+    # Who mistook the number of hosts mistook others too.
+    for name in sorted(ours.options, key=lambda name: name != "nnodes"):
         value, other = ours.options[name], theirs.options.get(name)
         if other != value:
             return f"--{name.replace('_', '-')} is {value} on host 0 and {other} on host {theirs.rank}: give all hosts the same."
