@@ -45,6 +45,7 @@ NEVER = (500, 502, 504)
 LEFT_OUT = (
     "/page/stats",  # a stream that goes on until its reader leaves
     "/init_weights_update_group",  # waits a minute for a trainer, and all requests wait with it
+    "/save_sharded_model",  # writes folders wherever a path leads
 )
 CONTEXT = 192  # tokens: a case should not take longer than it must
 
