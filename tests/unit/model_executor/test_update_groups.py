@@ -14,6 +14,7 @@ from torch import Tensor
 
 from srt.distributed.pipeline import Pipeline
 from srt.distributed.update_group import UpdateGroup, UpdateGroupError
+from srt.entrypoints.weight_groups import DTYPES as ANNOUNCED
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.update_groups import UpdateGroups
 from srt.model_loader.weight_copy import DTYPES
@@ -70,7 +71,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 @pytest.mark.parametrize("are_joined", [False, True])
 def test_what_was_announced_arrives_whatever_its_last_numbers_are(joined: Joined, are_joined: bool) -> None:
-    sent = [of_bytes(kind, byte) for kind in DTYPES.values() for byte in (0, 0xA5, 0xFF)]
+    sent = [of_bytes(DTYPES[code], byte) for code in ANNOUNCED.values() for byte in (0, 0xA5, 0xFF)]
     sent += [torch.tensor(float("nan")), torch.tensor([7], dtype=torch.uint8), torch.empty(0, 5), torch.ones(2, 3)]
     parts = [torch.cat([one.reshape(-1).view(torch.uint8) for one in sent])] if are_joined else sent
     assert all(map(same, receive(joined, parts, sent, are_joined=are_joined), sent))
