@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from srt.entrypoints.answers import Succeeded
 from srt.entrypoints.exchange import Exchange
@@ -19,6 +20,9 @@ from srt.utils.checkpoint import resolve_model_path
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from srt.utils.sharded_state import LOAD_FORMAT, ShardedIndex, files_besides_weights
+
+LOCK: Final = "saving.lock"
+"""In a folder while it is written."""
 
 
 class SaveBody(RequestBody):
@@ -56,6 +60,7 @@ async def save(body: SaveBody, service: Service) -> Succeeded:
         check_done(reply)
         packed_for = str(reply.values["packed_for"])
         await asyncio.to_thread(complete_folder, source, folder, replace(index, packed_for=packed_for))
+        await asyncio.to_thread((folder / LOCK).unlink)
     except BaseException as error:
         await asyncio.to_thread(_empty, folder)
         if isinstance(error, OSError):
@@ -69,10 +74,20 @@ def _index(source: Path, args: ServerArgs) -> ShardedIndex:
 
 
 def _new_folder(path: Path) -> Path:
+    """Make the folder, with a file in it that keeps other calls, of other frontends too, from writing there. ModelError if one does."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         folder = path.resolve()
-        is_empty = not any(folder.iterdir())
+        with (folder / LOCK).open("x"):
+            is_empty = [one.name for one in folder.iterdir()] == [LOCK]
+        if not is_empty:
+            (folder / LOCK).unlink()
+    except FileExistsError as error:
+        if not (path / LOCK).is_file():
+            raise ModelError(f"{str(path)[:200]!r} is a file: name a folder.") from error
+        raise ModelError(
+            f"Another call is writing to the folder {path}, or its server was killed meanwhile: name another one, or remove what is in it."
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"The folder {str(path)[:200]!r} cannot be written: {reason}.") from error
@@ -90,7 +105,7 @@ def complete_folder(source: Path, folder: Path, index: ShardedIndex) -> None:
 
 
 def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir(), key=lambda one: one.name == LOCK):  # the lock last
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
