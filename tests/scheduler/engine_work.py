@@ -1,9 +1,10 @@
-"""Worlds in which weights are updated and memory is lent while requests run, and schedulers die between any two effects.
+"""Worlds of updated weights, lent memory and loaded adapters while requests run, in which schedulers die between any two effects.
 
     python -m tests.scheduler.engine_work --worlds 1000 [--first 0]
 
 The scheduler is the real one; workers and the frontend are simple. What a call has answered must hold in the ledger of the next
-generation, no step may run while anything is released or exchanged, and nothing that was cached of old weights may be used.
+generation, no step may run while anything is released or exchanged, and nothing that was cached of old weights or with another adapter may
+be used. Workers load adapters at any time, also meanwhile; a row runs with one that all of them have, and none waits for it for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import Counter
 
 from msgspec.structs import replace
 
+from srt.lora.resource import with_adapter
 from srt.managers.scheduler.effects import Effect, Record, ToFrontend, ToWorkers
 from srt.protocol.engine_work import (
     MEMORY_TAGS,
@@ -34,7 +36,12 @@ from srt.protocol.messages import (
     ControlReply,
     GenerateRequest,
     PauseGeneration,
+    PlanSection,
+    Prepare,
+    Prepared,
     Refused,
+    Release,
+    Resource,
     StepPlan,
     WorkPlan,
     int32_array,
@@ -45,6 +52,7 @@ MODES = ("abort", "retract", "in_place")
 NUM_ACTIONS = 150
 CUT = 0.01  # of the effects are the last ones of their scheduler
 PROMPTS = 5  # few, so that prefixes are shared
+ADAPTERS = ("red", "blue", "green")  # more than there are places
 WITHOUT_WEIGHTS = (ReleaseMemory, ResumeMemory)
 
 
@@ -63,11 +71,12 @@ class WatchedHost(Host):
 
     def __init__(self, world: EngineWorld, ledger: EngineLedger | None) -> None:
         self.world = world
-        super().__init__(world.num_ranks, ledger=ledger)
+        super().__init__(world.num_ranks, ledger=ledger, max_loras_per_batch=world.num_places)
 
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
-            super()._apply([effect])
+            if not (isinstance(effect, ToWorkers) and isinstance(effect.message, Prepare | Release)):
+                super()._apply([effect])
             self.world.note(self, effect)
 
 
@@ -78,6 +87,10 @@ class EngineWorld:
         self.rng = random.Random(f"engine work {seed}")
         self.statistics: Counter[str] = Counter()
         self.num_ranks = self.rng.choice((1, 2))
+        self.num_places = self.rng.choice((1, 2))  # for adapters
+        self.held: dict[str, set[int]] = {}  # by adapter that the workers were told to load, the ranks that have it
+        self.loading: list[tuple[str, int]] = []  # adapters, and ranks that have not answered
+        self.adapter_of_slot: dict[int, str] = {}
         self.ledger = EngineLedger()  # as it was recorded last
         self.asked: UpdateWeights | None = None  # the call under way
         self.expected: EngineLedger | None = None  # the ledger that its answer promises
@@ -85,9 +98,8 @@ class EngineWorld:
         self.paused = False
         self.live: dict[int, GenerateRequest] = {}
         self.came: dict[int, list[int]] = {}  # of generations before this one
-        self.computed: list[
-            list[int]
-        ] = []  # tokens of the rows that were admitted since weights or memory were exchanged
+        self.computed: list[tuple[str, list[int]]] = []
+        """Adapters and tokens of the rows that were admitted since weights or memory were exchanged."""
         self.num_calls = 0
         self.num_in_flight = 0
         self.may_die = False
@@ -112,6 +124,7 @@ class EngineWorld:
         kinds = {
             self.step: 24,
             self.arrive: 8,
+            self.load: 6,
             self.change: 3,
             self.pause: 1,
             self.go_on: 3,
@@ -121,6 +134,7 @@ class EngineWorld:
         self.rng.choices(list(kinds), list(kinds.values()))[0]()
 
     def step(self) -> None:
+        self.host.now += self.rng.random() / 5
         self.host.tick()
         for _ in range(self.rng.randrange(4)):
             if self.host.plans:
@@ -146,10 +160,25 @@ class EngineWorld:
         for rank in range(self.num_ranks):
             self.host.from_worker(replace(done, rank=rank), rank)
 
+    def load(self) -> None:
+        """A rank has loaded an adapter, whatever else is under way."""
+        if not self.loading:
+            return
+        key, rank = self.loading.pop(self.rng.randrange(len(self.loading)))
+        self.held[key].add(rank)
+        if len(self.held[key]) == self.num_ranks:
+            self.statistics["adapters loaded"] += 1
+            self.statistics["adapters loaded in a change"] += self.asked is not None
+            self.statistics["adapters loaded while memory is released"] += bool(self.ledger.released)
+        self.host.from_worker(Prepared(key, ""), rank)
+
     def arrive(self) -> None:
         rid = self.num_calls = self.num_calls + 1
         prompt = [self.rng.randrange(PROMPTS), *range(10, 10 + self.rng.randrange(3, 14))]
-        made = request(rid, prompt, self.rng.randrange(1, 12))
+        adapter = self.rng.choice(("", "", *ADAPTERS))
+        made = with_adapter(
+            request(rid, prompt, self.rng.randrange(1, 12)), Resource("adapter", adapter, b"") if adapter else None
+        )
         self.live[rid], self.came[rid], self.made[rid] = made, [], made
         self.host.say(made)
         refused = any(one.rid == rid for one in self.host.of_type(Refused))
@@ -251,6 +280,7 @@ class EngineWorld:
         for rid in self.live:
             self.came[rid] += self.host.ids(rid)
         self.computed.clear()
+        self.held, self.loading, self.adapter_of_slot = {}, [], {}  # the workers are new too
         self.pause_calls.clear()
         may_die, self.may_die = self.may_die, False
         self.paused = bool(self.ledger.pauses)
@@ -270,6 +300,14 @@ class EngineWorld:
                 self.ledger = ledger
                 self.names.add(ledger.weight_version)
                 self.statistics["ledgers"] += 1
+            case ToWorkers(Prepare(resource)):
+                assert resource.key not in self.held, f"{resource.key} is to be loaded again"
+                assert len(self.held) < self.num_places, f"{resource.key} beside {list(self.held)}"
+                self.held[resource.key] = set()
+                self.loading += [(resource.key, rank) for rank in range(self.num_ranks)]
+            case ToWorkers(Release(key)):
+                self.statistics["adapters released"] += 1
+                assert len(self.held.pop(key)) == self.num_ranks, f"{key} is to be released while it is loaded"
             case ToWorkers():
                 sent = host.plans[-1]
                 if isinstance(sent, WorkPlan):
@@ -302,10 +340,21 @@ class EngineWorld:
             ids = admission.ids.tolist()
             cached = ids[: admission.cached]
             self.statistics["cached prefixes"] += bool(cached)
-            is_new = not cached or any(row[: len(cached)] == cached for row in self.computed)
-            assert is_new, f"{cached} is cached of what was exchanged since"
+            rows = [row for adapter, row in self.computed if adapter == admission.adapter]
+            is_new = not cached or any(row[: len(cached)] == cached for row in rows)
+            assert is_new, f"{cached} is cached of what was exchanged since, or of another adapter"
             made = self.made[admission.seed]
-            self.computed.append([*made.prompt_ids.tolist(), *expected_ids(made)])
+            self.computed.append((admission.adapter, [*made.prompt_ids.tolist(), *expected_ids(made)]))
+            assert admission.adapter == (made.adapter.key if made.adapter else ""), f"{made}: {admission}"
+            self.adapter_of_slot[admission.slot] = admission.adapter
+        self.check_adapters(host.all_plans[-1])
+
+    def check_adapters(self, section: PlanSection) -> None:
+        """All ranks have the adapters of the rows."""
+        for slot in (*section.extend_slots.tolist(), *section.decode_slots.tolist()):
+            if key := self.adapter_of_slot[slot]:
+                self.statistics["rows with an adapter"] += 1
+                assert len(self.held.get(key, ())) == self.num_ranks, f"a row runs with {key}; loaded are {self.held}"
 
     def check_reply(self, reply: ControlReply) -> None:
         if reply.call in self.pause_calls:
@@ -347,8 +396,10 @@ class EngineWorld:
 
     def finish_work(self) -> None:
         self.host.tick()
-        while self.host.plans:
-            self.answer()
+        while self.host.plans or self.loading:
+            self.load()
+            if self.host.plans:
+                self.answer()
             self.host.acknowledge()
             self.host.tick()
         self.gather()

@@ -1,4 +1,4 @@
-"""Weights are updated and memory is lent while requests run, and schedulers die between any two effects."""
+"""Weights are updated, memory is lent and adapters are loaded while requests run, and schedulers die between any two effects."""
 
 from __future__ import annotations
 
@@ -13,5 +13,8 @@ def test_no_death_breaks_what_updates_and_loans_promise() -> None:
     works = ("LoadWeights", "ReceiveWeights", "ReleaseMemory", "ResumeMemory")
     for name in (f"{work} {how}" for work in works for how in ("done", "failed")):
         assert counts[name] > 5, name
+    assert counts["rows with an adapter"] > 1000 and counts["adapters released"] > 100
+    for name in ("adapters loaded in a change", "adapters loaded while memory is released"):
+        assert counts[name] > 20, name
     for mode in ("abort", "retract", "in_place"):
         assert counts[f"pauses {mode}"] > 30, mode
