@@ -124,6 +124,7 @@ TEST_REQUIRES = [
 EXTRAS_REQUIRE = {
     # Triton comes with the CUDA builds of torch, and so do the packages of CUDA.
     "cuda": ["flashinfer-python>=0.6,<0.7", "nvidia-ml-py>=12"],
+    "ray": ["ray[serve]>=2.50,<3"],
     "test": TEST_REQUIRES,
     "dev": [
         *TEST_REQUIRES,

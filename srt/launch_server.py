@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from srt.managers.process.child_process import (
@@ -36,6 +37,7 @@ from srt.utils.logs import json_line
 if TYPE_CHECKING:
     from srt.managers.supervisor.hosts import Hosts
     from srt.managers.supervisor.progress_display import ProgressDisplay
+    from srt.managers.supervisor.ray_placement import RayPlacement
     from srt.protocol.stream import MessageStream
 
 
@@ -60,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         as_json = args.log_format == "json"
         plan = check_and_listen(args, http=args.node_rank == 0)
         if args.node_rank > 0:
-            return follow(plan)
+            return follow(plan, read_secret_of(args))
         if not is_loopback(args.host) and args.api_key is None:
             _say(f"Warning: {args.host} can be reached by others, and no --api-key is set.", "warning", as_json)
-        return serve(plan, started_s, None)
+        return serve_on_ray(plan, args, started_s) if args.use_ray else serve(plan, started_s, None)
     except ArgumentError as error:
         return _refuse(str(error), WRONG_OPTIONS, as_json)
     except StartError as error:
@@ -84,28 +86,44 @@ def open_standard_streams() -> None:
 
 
 def serve_runtime(lifeline_fd: int, started_s: float) -> int:
-    """Run a server for a Runtime, which sends the options and receives the reason of a failure over its lifeline."""
+    """Run a server for a Runtime, or a host for an actor of Ray: it sends the options and receives the reason of a failure."""
     from srt.managers.supervisor.lifeline import open_lifeline, say_failed
 
     lifeline, order = open_lifeline(lifeline_fd)
     try:
+        if order.secret is not None:
+            return follow(check_and_listen(order.args, http=False), order.secret, lifeline)
         if order.args.nnodes > 1:
             raise ArgumentError("nnodes is for servers: run python -m srt.launch_server on each host.")
+        if order.args.use_ray:
+            raise ArgumentError("use_ray is for servers: run python -m srt.launch_server --use-ray.")
         return serve(check_and_listen(order.args, http=order.http), started_s, lifeline)
     except (ArgumentError, StartError) as error:
         say_failed(lifeline, str(error))
         return 1
 
 
+def serve_on_ray(plan: ServerPlan, args: ServerArgs, started_s: float) -> int:
+    """Lead a server whose replicas Ray starts. They get the options as the user gave them, because each host finds the model itself."""
+    from srt.managers.supervisor.ray_placement import RayPlacement
+
+    with RayPlacement(args) as placement:
+        return serve(replace(plan, args=placement.led(plan.args)), started_s, None, placement=placement)
+
+
 def serve(
-    plan: ServerPlan, started_s: float, lifeline: MessageStream | None, modules: Mapping[str, str] = MODULES
+    plan: ServerPlan,
+    started_s: float,
+    lifeline: MessageStream | None,
+    modules: Mapping[str, str] = MODULES,
+    placement: RayPlacement | None = None,
 ) -> int:
     """Start all processes side by side, and run them until they end."""
     run_dir = RunDir()
     try:
         service_manager = ServiceManager()
         # Before there are signals to wait for: Ctrl-C ends the wait for other hosts.
-        hosts = gather_hosts(plan, run_dir) if plan.args.nnodes > 1 else None
+        hosts = gather_hosts(plan, run_dir, placement) if plan.args.nnodes > 1 else None
         signals = SignalPipe()
         spawn = spawner(plan, modules)
         children = [spawn(key) for key in own_children(plan)]
@@ -118,37 +136,49 @@ def serve(
         run_dir.remove()
 
 
-def gather_hosts(plan: ServerPlan, run_dir: RunDir) -> Hosts:
-    """Wait until all other hosts have joined this one, which leads."""
+def gather_hosts(plan: ServerPlan, run_dir: RunDir, placement: RayPlacement | None) -> Hosts:
+    """Wait until all other hosts have joined this one, which leads. With a `placement`, Ray starts them."""
     from srt.managers.supervisor.host_facts import facts_of
     from srt.managers.supervisor.hosts import Hosts
-    from srt.protocol.cluster_key import read_secret
 
     args = plan.args
-    assert args.cluster_key_file is not None, "several hosts have a secret"
     others = [key for key in all_children(plan) if host_of(key, args) > 0]
-    hosts = Hosts(args, others, facts_of(plan), read_secret(args.cluster_key_file), run_dir.path)
+    secret = read_secret_of(args) if placement is None else placement.secret
+    hosts = Hosts(args, others, facts_of(plan), secret, run_dir.path)
     display = new_display(args)
-    display.say(f"Waiting for {args.nnodes - 1} more host{'s' * (args.nnodes > 2)} at {args.dist_init_addr}.")
-    hosts.wait(display.say)
+    where = "to be started by Ray" if placement else f"at {args.dist_init_addr}"
+    display.say(f"Waiting for {args.nnodes - 1} more host{'s' * (args.nnodes > 2)} {where}.")
+    if placement is None:
+        hosts.wait(display.say)
+    else:
+        placement.place()
+        hosts.wait(display.say, placement.check)
+        placement.confirm()
     return hosts
 
 
-def follow(plan: ServerPlan, modules: Mapping[str, str] = MODULES) -> int:
-    """Run the processes of a host that does not lead, until that or the server ends."""
-    from srt.managers.supervisor.following import FollowingSupervisor, join
-    from srt.managers.supervisor.host_facts import facts_of
+def read_secret_of(args: ServerArgs) -> bytes:
+    """Return the secret that this host has in a file."""
     from srt.protocol.cluster_key import read_secret
 
-    args = plan.args
     assert args.cluster_key_file is not None, "several hosts have a secret"
+    return read_secret(args.cluster_key_file)
+
+
+def follow(
+    plan: ServerPlan, secret: bytes, lifeline: MessageStream | None = None, modules: Mapping[str, str] = MODULES
+) -> int:
+    """Run the processes of a host that does not lead, until that, the server or the lifeline ends."""
+    from srt.managers.supervisor.following import FollowingSupervisor, join
+    from srt.managers.supervisor.host_facts import facts_of
+
+    args = plan.args
     run_dir, display, service_manager = RunDir(), new_display(args), ServiceManager()
     try:
-        secret = read_secret(args.cluster_key_file)
-        sock, leader = join(args, facts_of(plan), secret, display.say)
+        sock, leader = join(args, facts_of(plan), secret, display.say, lifeline)
         display.say(f"Host {args.node_rank} has joined {args.dist_init_addr}.")
         words = plan, run_dir, sock, leader, secret, spawner(plan, modules), SignalPipe(), display, service_manager
-        return FollowingSupervisor(*words).run()
+        return FollowingSupervisor(*words, lifeline).run()
     finally:
         run_dir.remove()
 

@@ -35,6 +35,7 @@ from srt.utils.compiled import is_compiled
 from srt.utils.errors import StartError
 from srt.utils.host import available_memory_bytes, usable_cores
 from srt.utils.log_files import last_lines, log_folder
+from srt.utils.ray_package import check_ray_installed
 from srt.version import __version__
 
 DISTRIBUTION = "srt-serve"
@@ -344,6 +345,9 @@ def _check_model(args: ServerArgs) -> str:
 
 
 def _check_devices(args: ServerArgs, torch: dict[str, Any] | str) -> str:
+    if args.use_ray:
+        check_ray_installed()
+        return f"{args.dp_size} replica(s) on hosts that Ray chooses"
     num_workers = args.num_ranks * args.dp_size // args.nnodes  # on this host
     if runs_on_cpu(args):
         return f"{num_workers} rank(s) on {usable_cores()} cores"

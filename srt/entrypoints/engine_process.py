@@ -32,7 +32,8 @@ class EngineProcess:
     Methods may be called from any thread, but `receive` from one at a time.
     """
 
-    def __init__(self, args: ServerArgs, *, http: bool) -> None:
+    def __init__(self, args: ServerArgs, *, http: bool, secret: bytes | None = None) -> None:
+        """Start the supervisor. With `secret` it does not lead, but joins host 0 at --dist-init-addr."""
         ours, theirs = socket.socketpair()
         self._lifeline = MessageStream(ours, generation=0)
         self._owner_pid = os.getpid()
@@ -51,7 +52,7 @@ class EngineProcess:
             theirs.close()
         _close_in_forks(ours)
         with contextlib.suppress(PeerGone):  # the next read reports it
-            self._lifeline.send(EngineStart(args, http))
+            self._lifeline.send(EngineStart(args, http, secret))
 
     @property
     def is_ours(self) -> bool:

@@ -111,6 +111,15 @@ class HostEnd(Wire, frozen=True, tag=120):
     reason: str
 
 
+# ---- The process that talks to Ray -> host 0
+
+
+class RayReached(Wire, frozen=True, tag=121):
+    """Notice that a Ray cluster was reached: the address of this machine in it."""
+
+    address: str
+
+
 FromHost = HostHello | HostBeat | HostHeard | HostExited | HostLinkLost
 ToHost = HostAccepted | HostRefused | HostBeat | HostSpawn | HostTell | HostKill | HostEnd
-HostMessage = FromHost | ToHost
+HostMessage = FromHost | ToHost | RayReached

@@ -544,10 +544,11 @@ class RecordLedger(Wire, frozen=True, tag=94):
 
 
 class EngineStart(Wire, frozen=True, tag=100):
-    """A Runtime's first message: the options, and whether to serve HTTP as well."""
+    """A Runtime's first message: the options, and whether to serve HTTP as well. With `secret`, the supervisor joins host 0 by it."""
 
     args: ServerArgs
     http: bool
+    secret: bytes | None = None
 
 
 class EngineStarted(Wire, frozen=True, tag=101):

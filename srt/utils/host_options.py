@@ -34,6 +34,12 @@ class HostOptions(RankOptions):
     cluster_key_file: str | None = option(
         None, "file with a secret of at least 32 bytes, the same on all hosts: only they can join", group=HOSTS
     )
+    use_ray: bool = option(
+        False, "let Ray start each replica on a host of its cluster, as an actor with a placement group", group=HOSTS
+    )
+    ray_num_cpus: int | None = option(
+        None, "CPUs that Ray reserves for each replica (default: one for each rank)", group=HOSTS
+    )
 
     def check_hosts(self, args: Any) -> None:
         """Raise ArgumentError for options of several hosts that cannot work. `args` are all options of the server."""
@@ -43,6 +49,11 @@ class HostOptions(RankOptions):
             raise ArgumentError(
                 f"--node-rank must lie between 0 and {self.nnodes - 1} (see --nnodes), not {self.node_rank}."
             )
+        if self.use_ray:
+            self._check_ray(args)
+            return
+        if self.ray_num_cpus is not None:
+            raise ArgumentError("--ray-num-cpus needs --use-ray.")
         if self.nnodes == 1:
             for name in ("dist_init_addr", "cluster_key_file"):
                 if getattr(self, name) is not None:
@@ -54,14 +65,33 @@ class HostOptions(RankOptions):
         ):
             if getattr(self, name) is None:
                 raise ArgumentError(f"--nnodes {self.nnodes} needs --{name.replace('_', '-')} {what}.")
+        self._check_ports(args)
+        self._check_division(args)
+        if self.serves_adapters:
+            raise ArgumentError(f"--enable-lora works on one host only, not with --nnodes {self.nnodes}.")
+
+    def _check_ray(self, args: Any) -> None:
+        """Raise ArgumentError for options that cannot work with --use-ray."""
+        if self.nnodes > 1:
+            raise ArgumentError("--use-ray starts one host for each replica: leave out --nnodes.")
+        if self.cluster_key_file is not None:
+            raise ArgumentError("--use-ray makes a secret of its own: leave out --cluster-key-file.")
+        if self.ray_num_cpus is not None and self.ray_num_cpus < 1:
+            raise ArgumentError(f"--ray-num-cpus must be at least 1, not {self.ray_num_cpus}.")
+        if self.serves_adapters:
+            raise ArgumentError("--enable-lora works on one host only, not with --use-ray.")
+        if self.enable_dp_attention:
+            raise ArgumentError("--enable-dp-attention works on one host only, not with --use-ray.")
+        if self.dist_init_addr is not None:
+            self._check_ports(args)
+
+    def _check_ports(self, args: Any) -> None:
+        """Raise ArgumentError unless --dist-init-addr is HOST:PORT with room for the ports that follow."""
         _, port = self.leader_address()
         if port + PORTS_PER_REPLICA * args.dp_size > LAST_PORT:
             raise ArgumentError(
                 f"--dist-init-addr needs {PORTS_PER_REPLICA * args.dp_size} free ports behind its own, so {port} is too high."
             )
-        self._check_division(args)
-        if self.serves_adapters:
-            raise ArgumentError(f"--enable-lora works on one host only, not with --nnodes {self.nnodes}.")
 
     def leader_address(self) -> tuple[str, int]:
         """Return host and port of --dist-init-addr. ArgumentError if it is not HOST:PORT."""

@@ -12,6 +12,7 @@ from srt import server_args
 from srt.server_args import ArgumentError, ServerArgs, from_keywords, parse_args
 
 MODEL = ["--model-path", "m"]
+RAY = [*MODEL, "--use-ray"]
 HOSTS = [*MODEL, *"--nnodes 2 --dp-size 2 --dist-init-addr h:5000 --cluster-key-file key".split()]
 
 
@@ -115,6 +116,16 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*HOSTS, "--nnodes", "3"], "--nnodes 3 does not divide the 2 workers"),
         ([*HOSTS, "--nnodes", "4", "--dp-size", "6", "--tp", "2"], "--nnodes 4 does not divide the 12 workers"),
         ([*HOSTS, "--enable-lora"], "--enable-lora works on one host only"),
+        ([*HOSTS, "--use-ray"], "--use-ray starts one host for each replica: leave out --nnodes"),
+        ([*RAY, "--cluster-key-file", "key"], "--use-ray makes a secret of its own"),
+        ([*RAY, "--ray-num-cpus", "0"], "--ray-num-cpus must be at least 1, not 0"),
+        ([*RAY, "--enable-lora"], "--enable-lora works on one host only, not with --use-ray"),
+        (
+            [*RAY, *"--tp 2 --dp-size 2 --enable-dp-attention".split()],
+            "--enable-dp-attention works on one host only, not with --use-ray",
+        ),
+        ([*RAY, "--dist-init-addr", "h"], "--dist-init-addr must be HOST:PORT"),
+        ([*MODEL, "--ray-num-cpus", "2"], "--ray-num-cpus needs --use-ray"),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
         ([*MODEL, "stray"], "Unknown option stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings

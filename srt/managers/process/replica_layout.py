@@ -10,7 +10,7 @@ With `--enable-dp-attention` the `--tp-size` ranks are divided into `--dp-size` 
 scheduler and a generation of its own, but the ranks of all groups share the experts. So all groups end and start together.
 
 With `--nnodes` the workers are divided evenly between the hosts, in the order of their numbers. A scheduler runs where rank 0 does, and
-frontends run on host 0.
+frontends run on host 0. With `--use-ray` host 0 has nothing but the frontends, and each replica is a host of its own.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def children_of(num_frontends: int, tp_size: int, dp_size: int = 1, pp_size: int
 
 def workers_per_host(args: ServerArgs) -> int:
     """Return the number of workers on each host of a server."""
-    return args.dp_size * args.num_ranks // args.nnodes
+    return args.num_ranks if args.use_ray else args.dp_size * args.num_ranks // args.nnodes
 
 
 def host_of(child: ChildKey, args: ServerArgs) -> int:
@@ -114,4 +114,4 @@ def host_of(child: ChildKey, args: ServerArgs) -> int:
     if child.role == "frontend":
         return 0
     worker = child.index if child.role == "worker" else child.replica * args.num_ranks
-    return worker // workers_per_host(args)
+    return worker // workers_per_host(args) + (1 if args.use_ray else 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -18,6 +19,7 @@ from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.supervisor.hosts import BEAT_S, SILENT_S
+from srt.managers.supervisor.lifeline import say_failed
 from srt.managers.supervisor.preflight import ServerPlan
 from srt.managers.supervisor.progress_display import ProgressDisplay
 from srt.managers.supervisor.run_dir import RunDir, must_be_written
@@ -55,12 +57,16 @@ ENDING_S = 3.0  # for killed processes to be gone
 
 
 def join(
-    args: ServerArgs, hello: HostHello, secret: bytes, say: Callable[[str], None]
+    args: ServerArgs,
+    hello: HostHello,
+    secret: bytes,
+    say: Callable[[str], None],
+    lifeline: MessageStream | None = None,
 ) -> tuple[socket.socket, MessageStream]:
     """Join the server of host 0, which is tried for --dist-timeout seconds. StartError with a sentence if that is not possible."""
     host, port = args.leader_address()
     where = f"host 0 at {host}:{port}"
-    sock = _connect(host, port, args.dist_timeout, say)
+    sock = _connect(host, port, args.dist_timeout, say, lifeline)
     try:
         stream = open_link(sock, secret, leads=False)
         sock.settimeout(ANSWER_S)
@@ -80,7 +86,9 @@ def join(
     return sock, stream
 
 
-def _connect(host: str, port: int, timeout_s: float, say: Callable[[str], None]) -> socket.socket:
+def _connect(
+    host: str, port: int, timeout_s: float, say: Callable[[str], None], lifeline: MessageStream | None
+) -> socket.socket:
     deadline_s, has_said = time.monotonic() + timeout_s, False
     while True:
         try:
@@ -96,7 +104,8 @@ def _connect(host: str, port: int, timeout_s: float, say: Callable[[str], None])
         if not has_said:
             say(f"Waiting for host 0 at {host}:{port}.")
             has_said = True
-        time.sleep(RETRY_S)
+        if select.select([lifeline] if lifeline else [], [], [], RETRY_S)[0]:
+            raise StartError("The process that started this host has ended.")
 
 
 class FollowingSupervisor:
@@ -113,7 +122,10 @@ class FollowingSupervisor:
         signals: SignalPipe,
         display: ProgressDisplay,
         service_manager: ServiceManager,
+        lifeline: MessageStream | None = None,
     ) -> None:
+        """`lifeline` leads to the process that started this one, if this host must end with that."""
+        self._lifeline = lifeline
         self._plan, self._run_dir = plan, run_dir
         self._leader, self._secret, self._address = leader, secret, sock.getsockname()[0]
         self._spawn, self._signals = spawn, signals
@@ -135,6 +147,8 @@ class FollowingSupervisor:
         """Serve host 0 until one of the two ends. Returns the exit code."""
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._selector.register(self._leader, selectors.EVENT_READ)
+        if self._lifeline is not None:
+            self._selector.register(self._lifeline, selectors.EVENT_READ)
         self._hear_leader()  # what came with the answer
         while self._end is None:
             asleep_since_s = time.monotonic()
@@ -149,6 +163,8 @@ class FollowingSupervisor:
                     self._handle_signals()
                 elif selected.fileobj is self._leader:
                     self._hear_leader()
+                elif selected.fileobj is self._lifeline:  # asked to stop, or closed
+                    self._end = self._end or (0, "")
             self._tend(time.monotonic())
         exit_code, reason = self._end
         self._leader.close()
@@ -156,6 +172,8 @@ class FollowingSupervisor:
         self._service_manager.stopping()
         if reason:
             self._display.error(reason)
+            if self._lifeline is not None:
+                say_failed(self._lifeline, reason)
         return exit_code
 
     def _tend(self, now_s: float) -> None:
@@ -311,6 +329,8 @@ class FollowingSupervisor:
             self._signals.drain()
             for key in list(self._streams):
                 self._drop_stream(key)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self._leader)
+            for link in (self._leader, self._lifeline):
+                if link is not None:
+                    with contextlib.suppress(KeyError, ValueError):
+                        self._selector.unregister(link)
             self._reap()

@@ -116,8 +116,8 @@ class Hosts:
         """Return a descriptor that is readable when `receive` has something to return."""
         return self._selector.fileno()
 
-    def wait(self, say: Callable[[str], None]) -> None:
-        """Wait until all hosts have joined. StartError after --dist-timeout."""
+    def wait(self, say: Callable[[str], None], check: Callable[[], None] = lambda: None) -> None:
+        """Wait until all hosts have joined. StartError after --dist-timeout, or if `check`, which is called often, raises it."""
         deadline_s = time.monotonic() + self._args.dist_timeout
         while missing := [rank for rank in range(1, self._args.nnodes) if rank not in self._joined]:
             self._selector.select(BEAT_S)
@@ -125,10 +125,14 @@ class Hosts:
                 if isinstance(news, str):
                     say(news)
             self.tend(time.monotonic())
+            check()
             if time.monotonic() > deadline_s:
+                what = "start the server there with its --node-rank."
+                if self._args.use_ray:
+                    num_cpus = self._args.ray_num_cpus or self._args.num_ranks
+                    what = f"has the Ray cluster {num_cpus} free CPUs of one node for each replica?"
                 raise StartError(
-                    f"{_hosts(missing)} not joined within {self._args.dist_timeout} s (see --dist-timeout): start the server"
-                    " there with its --node-rank."
+                    f"{_hosts(missing)} not joined within {self._args.dist_timeout} s (see --dist-timeout): {what}"
                 )
 
     def owns(self, child: ChildKey) -> bool:

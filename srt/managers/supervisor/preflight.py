@@ -140,6 +140,8 @@ def check_model(args: ServerArgs) -> Path:
         check_expert_groups(args, config, f"--ep-size {args.ep_size}")
     if args.enable_dp_attention:
         check_expert_groups(args, config, "--enable-dp-attention")
+    if args.use_ray and not runs_on_cpu(args):
+        raise StartError("--use-ray starts replicas that compute on CPUs only: add --device cpu.")
     if args.nnodes > args.dp_size and not runs_on_cpu(args):
         raise StartError(
             f"On GPUs each host has whole replicas: use --dp-size {args.nnodes} or more with --nnodes {args.nnodes}, or serve with"
@@ -285,11 +287,14 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
                 " already."
             )
         return
+    if args.use_ray and args.node_rank == 0:
+        return  # it computes nothing
     available = available_memory_bytes()
     num_copies = 1 if args.enable_dp_attention else args.dp_size  # the groups share most of the weights, the experts
-    needed = needed * num_copies // args.nnodes
+    num_hosts = args.dp_size if args.use_ray else args.nnodes  # that compute
+    needed = needed * num_copies // num_hosts
     if needed > available:
-        num_copies = args.dp_size // args.nnodes
+        num_copies = args.dp_size // num_hosts
         copies, fewer = (f" in {num_copies} replicas", " a smaller --dp-size,") if num_copies > 1 else ("", "")
         raise StartError(
             f"The weights take {needed / 1e9:.1f} GB as {dtype}{copies}, and {available / 1e9:.1f} GB of memory are available:"

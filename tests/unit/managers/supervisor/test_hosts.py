@@ -263,6 +263,14 @@ def test_a_divided_replica_meets_at_its_first_host(tmp_path: Path) -> None:
     world.hosts.close("")
 
 
+def test_a_ray_cluster_without_room_is_named_as_the_reason(tmp_path: Path) -> None:
+    args = args_of(nnodes=1, cluster_key_file=None, use_ray=True, ray_num_cpus=4, dist_timeout=1)
+    world = World(replace(args, nnodes=3), tmp_path)
+    with pytest.raises(StartError, match=r"Hosts 1, 2 have not joined .* 4 free CPUs of one node for each replica"):
+        world.hosts.wait(lambda _: None)
+    world.hosts.close("")
+
+
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     args = args_of(dist_init_addr="198.51.100.1:5000")
     with pytest.raises(StartError, match="Host 0 cannot listen at --dist-init-addr"):
