@@ -3,7 +3,7 @@
 #   make serve      start a server on the model that ships with it    (ARGS="--port 8000 --tp 2", MODEL=path)
 #   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
-#   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm")
+#   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm on_ray")
 #   make lint       ruff, mypy, import-linter, whether docs/options.md and docs/api.md are current, subjects of commits
 #   make compile    compile the scheduler anew, after a change of its sources (an installation does it too)
 #   make docs       write docs/options.md, docs/api.md and docs/models.md
@@ -20,8 +20,9 @@ PYTHON ?= python3
 VENV ?= .venv
 CACHE ?= .cache
 CLIENTS ?= .venv-clients
-# The folders of tests/clients: Python packages around the newest openai, those that hold it back, and npm packages.
-PARTS ?= current pinned npm
+# The folders of tests/clients: Python packages around the newest openai, those that hold it back, npm packages,
+# and Ray, on whose cluster servers are started.
+PARTS ?= current pinned npm on_ray
 ARGS ?=
 # Test files that run at a time. A test keeps about one core busy.
 JOBS ?= 2
@@ -101,11 +102,12 @@ $(VENV)/.installed-dev: setup.py | $(BIN)/python
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
 
 # requirements.txt lists every package, so pip resolves nothing; and compiles nothing, as most modules are never imported.
-# lm-eval's model `hf` runs on the project's PyTorch: `pinned` sees the packages of .venv, after its own.
+# lm-eval's model `hf` runs on the project's PyTorch, and servers on Ray as well: `pinned` and `on_ray` see the packages of .venv,
+# after their own.
 $(CLIENTS)/%/.installed: tests/clients/%/requirements.txt | $(VENV)/.installed-test
 	$(RUN) venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
-	$(if $(filter pinned,$*),$(BIN)/python -c "import sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\n')" \
+	$(if $(filter pinned on_ray,$*),$(BIN)/python -c "import sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\n')" \
 		> "$$(echo $(@D)/lib/python3*/site-packages)/project.pth")
 	@touch $@
 

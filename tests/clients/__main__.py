@@ -1,6 +1,7 @@
 """Drive the real server with clients from elsewhere, unchanged: `python -m tests.clients ENVIRONMENTS PART…`.
 
-The parts are `current` and `pinned`, which are Python's, and `npm`; `make clients` installs each in a folder of ENVIRONMENTS.
+The parts are `current` and `pinned`, which are Python's, and `npm`; `make clients` installs each in a folder of ENVIRONMENTS. The part
+`on_ray` needs no server: it starts its own on a Ray cluster, so it also needs the project's folder.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ def main() -> int:
             "SRT_CLIENTS_NPM": str(environments / "npm"),
         }
         environment = {**os.environ, **quiet, **addresses}
-        failed = [part for part in parts if subprocess.call(command_of(part, environments), cwd=HERE, env=environment)]
+        of_part = {"on_ray": {"PYTHONPATH": str(ROOT)}}
+        failed = [
+            part
+            for part in parts
+            if subprocess.call(command_of(part, environments), cwd=HERE, env={**environment, **of_part.get(part, {})})
+        ]
         server.send(signal.SIGINT)
         code = server.wait()
     if failed or code:
