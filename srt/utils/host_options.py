@@ -99,7 +99,12 @@ class HostOptions(RankOptions):
         host, _, port = given.rpartition(":")
         if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= LAST_PORT:
             raise ArgumentError(f"--dist-init-addr must be HOST:PORT, such as 10.0.0.1:5000, not {given!r}.")
-        host = host.removeprefix("[").removesuffix("]")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            raise ArgumentError(
+                f"--dist-init-addr must have an IPv6 address in brackets, such as [fd00::1]:5000, not {given!r}."
+            )
         if host in ("0.0.0.0", "::"):
             raise ArgumentError(f"--dist-init-addr must be an address that the other hosts can reach, not {host}.")
         return host, int(port)

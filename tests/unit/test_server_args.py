@@ -111,6 +111,7 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*MODEL, "--nnodes", "2"], "--nnodes 2 needs --dist-init-addr HOST:PORT"),
         ([*MODEL, *"--nnodes 2 --dist-init-addr h:5000".split()], "--nnodes 2 needs --cluster-key-file"),
         ([*HOSTS, "--dist-init-addr", "h"], "--dist-init-addr must be HOST:PORT"),
+        ([*HOSTS, "--dist-init-addr", "::1:5000"], "--dist-init-addr must have an IPv6 address in brackets"),
         ([*HOSTS, "--dist-init-addr", "0.0.0.0:5000"], "--dist-init-addr must be an address that the other hosts can"),
         ([*HOSTS, "--dist-init-addr", "h:65530"], "needs 6 free ports behind its own, so 65530 is too high"),
         ([*HOSTS, "--nnodes", "3"], "--nnodes 3 does not divide the 2 workers"),
