@@ -29,6 +29,7 @@ class HostHello(Wire, frozen=True, tag=110):
     weights: str  # hash of the checkpoint
     options: dict[str, str]
     drafts: str = ""  # hash of the checkpoint of the model that drafts, if there is one
+    scales: str = ""  # hash of the file of --quantization-param-path, if there is one
 
 
 class HostBeat(Wire, frozen=True, tag=111):

@@ -13,7 +13,7 @@ PORTS_PER_REPLICA = 3  # behind that of --dist-init-addr: for frontends, for wor
 LAST_PORT = 65535
 # Options that concern one host. Clients talk to host 0 alone, so its options of HTTP count.
 OWN_OPTIONS = frozenset(
-    "node_rank cluster_key_file model_path speculative_draft_model_path tokenizer_path download_dir revision"
+    "node_rank cluster_key_file model_path speculative_draft_model_path tokenizer_path quantization_param_path download_dir revision"
     " served_model_name chat_template base_gpu_id host port api_key admin_api_key enable_metrics cors_allow_origins"
     " ssl_certfile ssl_keyfile ssl_keyfile_password tokenizer_worker_num log_level log_format log_requests log_requests_level"
     " decode_log_interval".split()

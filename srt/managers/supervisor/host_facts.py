@@ -17,12 +17,14 @@ COMPARED_BYTES = 1 << 16  # of each end of a file: whole configurations, and the
 def facts_of(plan: ServerPlan) -> HostHello:
     """Return what this host says of itself when it joins, and what host 0 compares it with."""
     drafting = plan.args.speculative_draft_model_path  # a folder by now, of the model itself if its own layer drafts
+    scales = plan.args.quantization_param_path
     return HostHello(
         plan.args.node_rank,
         _hash_of(sorted(Path(srt.__file__).parent.rglob("*.py")), Path(srt.__file__).parent),
         _hash_of_checkpoint(plan.model_folder),
         {name: str(value) for name, value in plan.args.public_values().items() if name not in OWN_OPTIONS},
         "" if drafting is None else _hash_of_checkpoint(Path(drafting)),
+        "" if scales is None else hashlib.sha256(Path(scales).read_bytes()).hexdigest()[:16],
     )
 
 
@@ -42,6 +44,8 @@ def difference(ours: HostHello, theirs: HostHello) -> str | None:
             f"The model of host {theirs.rank} that drafts (--speculative-draft-model-path) differs from that of host 0: copy the"
             " same files to both."
         )
+    if ours.scales != theirs.scales:
+        return f"The file of --quantization-param-path on host {theirs.rank} differs from that of host 0: copy the same file to both."
     return None
 
 

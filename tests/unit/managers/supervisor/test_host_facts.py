@@ -19,14 +19,14 @@ def copy(qwen3_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(qwen3_checkpoint, tmp_path / "copy"))
 
 
-def facts(folder: Path, rank: int, draft: Path) -> HostHello:
-    return facts_of(
-        ServerPlan(
-            ServerArgs(model_path=str(folder), node_rank=rank, speculative_draft_model_path=str(draft)),
-            folder,
-            None,
-        )
+def facts(folder: Path, rank: int, draft: Path, scales: Path | None = None) -> HostHello:
+    args = ServerArgs(
+        model_path=str(folder),
+        node_rank=rank,
+        speculative_draft_model_path=str(draft),
+        quantization_param_path=None if scales is None else str(scales),
     )
+    return facts_of(ServerPlan(args, folder, None))
 
 
 def test_folders_may_differ_but_not_what_is_in_them(qwen3_checkpoint: Path, copy: Path) -> None:
@@ -44,3 +44,17 @@ def test_folders_may_differ_but_not_what_is_in_them(qwen3_checkpoint: Path, copy
     assert reason is not None and reason.startswith(
         "The model of host 1 that drafts (--speculative-draft-model-path) differs"
     )
+
+
+def test_files_of_scales_are_compared_by_content(qwen3_checkpoint: Path, tmp_path: Path) -> None:
+    files = []
+    for name, content in (("ours", "1"), ("same", "1"), ("other", "2")):
+        files.append(tmp_path / name)
+        files[-1].write_text(content)
+    ours, same, other = (
+        facts(qwen3_checkpoint, rank, qwen3_checkpoint, file) for rank, file in zip((0, 1, 1), files, strict=True)
+    )
+    assert difference(ours, same) is None
+    reason = difference(ours, other)
+    assert reason is not None and reason.startswith("The file of --quantization-param-path on host 1 differs")
+    assert difference(ours, facts(qwen3_checkpoint, 1, qwen3_checkpoint)) is not None
