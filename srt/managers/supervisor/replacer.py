@@ -118,6 +118,7 @@ class _Group:
     replica: int = 0  # of the engine
     generation: int = 0  # of the engine
     was_announced: bool = False  # frontends were told of the present loss by EngineLost
+    is_cut_off: bool = False  # and that the engine's host is lost
     lost: _Cause | None = None  # set until all members have ended
     absent_since_s: float | None = None  # set until all members are ready again
     start_by_s: float | None = None  # deadline for the restarted members to be ready
@@ -409,14 +410,15 @@ class Replacer:
     def _announce_loss(self, group: _Group, cause: _Cause) -> list[Effect]:
         """Tell frontends that a replica is lost, once its cause is certain, so that the other replicas take over its requests.
 
-        A death by a signal is certain: nothing that is heard later replaces it as the cause.
+        A death by a signal is certain: nothing that is heard later replaces it as the cause. If the host is lost after that, they are told
+        again, because they wait for last messages otherwise.
         """
         if not group.is_engine or len(self._together(group)) == len(self._engines):
             return []  # no other replica is left
-        if group.was_announced or not cause.signal:
+        is_cut_off = group.is_cut_off or not self._away.isdisjoint(group.members)
+        if not cause.signal or (group.was_announced and group.is_cut_off == is_cut_off):
             return []
-        group.was_announced = True
-        is_cut_off = not self._away.isdisjoint(group.members)
+        group.was_announced, group.is_cut_off = True, is_cut_off
         return self._tell_frontends(EngineLost(group.replica, _is_by_request(cause), is_cut_off=is_cut_off))
 
     def _tell_frontends(self, message: EngineReplaced | EngineLost) -> list[Effect]:
@@ -424,7 +426,7 @@ class Replacer:
 
     def _start(self, group: _Group, cause: _Cause, now_s: float) -> list[Effect]:
         """Start a group again. All of its members have ended and freed what they held."""
-        group.lost, group.was_announced = None, False
+        group.lost, group.was_announced, group.is_cut_off = None, False, False
         group.start_by_s = now_s + START_S + 10 * self._startup_s
         self._alive |= {child: _Life() for child in group.members}
         if not group.is_engine:

@@ -106,6 +106,18 @@ def test_a_host_may_be_lost_while_its_replica_starts() -> None:
     assert Start(ELSEWHERE, 6, "Host 1 is gone again.") in replacer.handle(HostBack(ELSEWHERE), 600.0)
 
 
+def test_the_loss_of_a_host_is_told_even_if_its_replica_was_lost_before() -> None:
+    replacer = on_two_hosts()
+    said = [effect for effect in exits(replacer, [ELSEWHERE[0]], 5.0, -9) if isinstance(effect, TellRuntime)]
+    assert said == [TellRuntime(EngineLost(1, False))]
+    effects = replacer.handle(HostLost(ELSEWHERE, "Host 1 is gone."), 5.1)
+    cut_off = EngineLost(1, False, is_cut_off=True)
+    assert effects == [TellRuntime(cut_off), *(Tell(child, cut_off) for child in FRONTENDS)]
+    assert Start(ELSEWHERE, 4, "Worker 1 was killed by SIGKILL (out of memory?).") in replacer.handle(
+        HostBack(ELSEWHERE), 6.0
+    )
+
+
 def test_a_server_without_a_replica_ends_with_the_lost_host() -> None:
     part = (WORKERS[1],)
     replacer = ready(most_replacements=3)
