@@ -175,7 +175,7 @@ def main() -> int:
     print(f"{len(tally.kills)} kills: {dict(Counter(what for _, what, _ in tally.kills))}")
     print(f"{sum(tally.ends.values()) + len(tally.losses)} requests: {dict(tally.ends)}, {len(tally.losses)} lost")
     print(
-        f"longest gap: {tally.quiet_gap_s:.2f} s undisturbed, {tally.surviving_gap_s:.2f} s in {tally.num_surviving} streams of a replica"
+        f"longest gap: {tally.quiet_gap_s:.3f} s undisturbed, {tally.surviving_gap_s:.3f} s in {tally.num_surviving} streams of a replica"
     )
     print("of a replica that lived while a process of the other one was killed", *tally.losses, sep="\n")
     return 1 if tally.losses or code else 0
