@@ -43,6 +43,8 @@ class GpuRowLogprobs:
 class BatchInvariantGpuOps(LayerOps):
     """The operations of layers with plain weights. None of them chooses another order of sums by the number of rows."""
 
+    norms_while_summing = False  # only some numbers of rows could be normed so
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._hopper = HopperProducts.on(device)

@@ -151,7 +151,7 @@ class RowParallelLinear(LinearLayer):
             return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
         if self.bias is not None:
             return Stream(hidden, self(x))
-        return sum_onto(self._tp, hidden, self.summand(x), next_norm)
+        return sum_onto(self._tp, self._ops, hidden, self.summand(x), next_norm)
 
     def summand(self, x: Tensor) -> Tensor:
         """Return what this rank adds to y, without the bias."""
@@ -172,9 +172,9 @@ class RowParallelLinear(LinearLayer):
             yield WeightPiece(f"{path}.bias", (rows,), self, "bias", 0, 0, rows, 0)
 
 
-def sum_onto(tp: TensorParallel, hidden: Tensor, summand: Tensor, next_norm: RMSNorm | None) -> Stream:
+def sum_onto(tp: TensorParallel, ops: LayerOps, hidden: Tensor, summand: Tensor, next_norm: RMSNorm | None) -> Stream:
     """Return hidden plus the sum of all ranks' summands, prepared for `next_norm` if given."""
-    if next_norm is None or tp.size == 1:
+    if next_norm is None or tp.size == 1 or not ops.norms_while_summing:
         return Stream(hidden, tp.all_reduce(summand))
     formed = tp.all_reduce_and_norm(summand, hidden, next_norm.norm.weight, next_norm.norm.eps)
     if formed is None:

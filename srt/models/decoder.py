@@ -85,7 +85,7 @@ class ExpertMLP(Mixture):
         if self._exchange is not None:
             return Stream(routed.hidden, self.sum(routed))
         if self._tp.size > 1 or self.has_shared:
-            return sum_onto(self._tp, routed.hidden, self.summand(routed), next_norm)
+            return sum_onto(self._tp, self._ops, routed.hidden, self.summand(routed), next_norm)
         return self._ops.experts_onto(routed, self.experts.matrices, None if next_norm is None else next_norm.norm)
 
 

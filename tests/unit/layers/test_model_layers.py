@@ -13,7 +13,7 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from srt.layers.norm import RMSNorm
-from srt.layers.ops import TORCH_OPS, Norm, rotate
+from srt.layers.ops import TORCH_OPS, LayerOps, Norm, rotate
 from srt.layers.rope import RotaryEmbedding, compute_frequencies
 from srt.layers.weights import WeightedModule
 from srt.utils.rope_config import RopeConfig, read_rope
@@ -113,9 +113,18 @@ class OneLaunch:
         return TORCH_OPS.norm(total, Norm(weight, eps)), total
 
 
+class PlainSums(LayerOps):
+    """Operations that norm every sum alike, as those of deterministic servers do."""
+
+    norms_while_summing = False
+
+
+@pytest.mark.parametrize("ops", [TORCH_OPS, PlainSums()])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_sum_over_ranks_may_come_with_the_norm_behind_it(num_rows: int, bias: bool, tmp_path: Path) -> None:
+def test_a_sum_over_ranks_may_come_with_the_norm_behind_it(
+    num_rows: int, bias: bool, ops: LayerOps, tmp_path: Path
+) -> None:
     tensors = {"o.weight": randn(6, 8), "o.bias": randn(6)}
     x, hidden, weight = randn(num_rows, 8), randn(num_rows, 6), randn(6)
     total = hidden + x @ tensors["o.weight"].T + (tensors["o.bias"] if bias else 0)
@@ -123,7 +132,7 @@ def test_a_sum_over_ranks_may_come_with_the_norm_behind_it(num_rows: int, bias: 
 
     def work(tp: TensorParallel) -> bool:
         peers: Any = OneLaunch(tp)
-        layer = RowParallelLinear(8, 6, bias, TensorParallel(tp.rank, tp.size, tp._group, tp.device, peers))
+        layer = RowParallelLinear(8, 6, bias, TensorParallel(tp.rank, tp.size, tp._group, tp.device, peers), ops)
         fill(layer, tensors, "o")
         norm = RMSNorm(6, 1e-6)
         norm.weight.copy_(weight)
@@ -135,7 +144,7 @@ def test_a_sum_over_ranks_may_come_with_the_norm_behind_it(num_rows: int, bias: 
         assert layer.onto(hidden, part, None).normed is None
         return stream.normed is not None
 
-    assert run_ranks(2, tmp_path, work) == [num_rows > 1 and not bias] * 2
+    assert run_ranks(2, tmp_path, work) == [num_rows > 1 and not bias and ops is TORCH_OPS] * 2
 
 
 @pytest.mark.parametrize(("size", "kv_of_rank"), [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])])
