@@ -20,7 +20,7 @@ from srt.kernels.gemm.invariant_gemm import gated_product, invariant_parts, inva
 from srt.kernels.gemm.invariant_hopper import HopperProducts
 from srt.kernels.sampling.row_logprobs import row_logprobs
 from srt.layers.batch_invariant_gpu import BatchInvariantGpuOps
-from srt.layers.ops import Affine, LayerOps
+from srt.layers.ops import Affine, LayerOps, Norm, Stream
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import LogprobSpec
 from tests.support.attention_reference import extend_attention_reference
@@ -70,9 +70,12 @@ def test_a_gated_row_is_the_same_beside_any_number_of_others(dtype: torch.dtype,
     assert differing(lambda rows: gated_product(x[rows], weight), whole) == []
 
 
-GATED_SHAPES = [(24576, 4096), (34816, 5120), (28672, 4096)]
+GATED_SHAPES = [(24576, 4096), (34816, 5120), (28672, 4096), (12288, 4096)]
 PLAIN_SHAPES = [(6144, 4096), (4096, 4096), (4096, 12288), (5120, 17408), (1024, 3072), (3584, 3584), (4096, 1024)]
 PLAIN_SHAPES += [(151936, 1024)]
+# Of one of two ranks.
+PLAIN_SHAPES += [(3072, 4096), (4096, 2048), (4096, 6144), (75968, 4096)]
+PLAIN_SHAPES += [(2048, 1024), (1024, 1024), (1024, 1536), (3072, 1024), (75968, 1024)]
 
 
 @pytest.mark.parametrize(("n", "k"), [*PLAIN_SHAPES, *GATED_SHAPES])
@@ -105,6 +108,21 @@ def test_a_normed_sum_is_the_same_beside_any_number_of_others(dtype: torch.dtype
     assert torch.equal(whole[:, size:], total)
     tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
     torch.testing.assert_close(whole[:, :size], F.rms_norm(total, (size,), norm, 1e-6), rtol=tolerance, atol=tolerance)
+    assert differing(normed, whole) == []
+
+
+@pytest.mark.parametrize("size", [64, 256, 1024, 4096, 5120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_normed_sum_of_ranks_is_the_same_beside_any_number_of_others(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    ops, norm = BatchInvariantGpuOps(CUDA), Norm(torch.randn(size, device=CUDA).to(dtype), 1e-6)
+    hidden, delta = torch.randn(2, COUNTS[-1], size, device=CUDA).to(dtype)
+
+    def normed(rows: slice) -> torch.Tensor:
+        return torch.cat(ops.norm_stream(Stream(hidden[rows].clone(), delta[rows].clone()), norm), 1)
+
+    whole = normed(slice(None))
+    assert torch.equal(whole[:, size:], hidden + delta)
     assert differing(normed, whole) == []
 
 
