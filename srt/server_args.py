@@ -291,7 +291,7 @@ class ServerArgs(HostOptions):
     random_seed: int | None = option(None, "seed from which requests without a seed get theirs", group=DEVICE)
     enable_deterministic_inference: bool = option(
         False,
-        "give a request the same ids and logprobs, to the bit, in any batch; on a CPU or one Hopper GPU",
+        "give a request the same ids and logprobs, to the bit, in any batch; on a CPU or on Hopper GPUs",
         group=DEVICE,
     )
     disable_custom_all_reduce: bool = option(

@@ -56,7 +56,6 @@ def test_a_model_is_refused(
 @pytest.mark.parametrize(
     ("family", "fields", "words", "reason"),
     [
-        ("qwen3", {}, ["--tp", "2"], "works with --tp 1 only on a GPU"),
         ("qwen3", {"head_dim": 144}, [], "heads of at most 128 on a GPU"),
         ("qwen3", {"config": WINDOW}, [], "does not serve models with sliding windows on a GPU"),
     ],
@@ -69,5 +68,6 @@ def test_a_model_is_refused_on_a_gpu(
         check_model(parse_args(["--model-path", str(folder), "--device", "cuda", *WORDS[2:], *words]))
 
 
-def test_a_dense_model_is_served(checkpoint: CheckpointFactory) -> None:
-    check_model(parse_args(["--model-path", str(checkpoint("qwen3")), *WORDS]))
+@pytest.mark.parametrize("words", [WORDS, [*WORDS, "--tp", "2"], ["--device", "cuda", *WORDS[2:], "--tp", "2"]])
+def test_a_dense_model_is_served(checkpoint: CheckpointFactory, words: list[str]) -> None:
+    check_model(parse_args(["--model-path", str(checkpoint("qwen3")), *words]))
