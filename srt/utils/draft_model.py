@@ -35,7 +35,7 @@ def gpu_speculation_obstacle(args: ServerArgs, config: ModelConfig) -> str | Non
         return "--enable-torch-compile"
     if config.implementation == "transformers":
         return "the layers of the library transformers"
-    return None if config.weight_formats.is_plain else "quantised weights"
+    return None
 
 
 def gpu_drafting_obstacle(args: ServerArgs, config: ModelConfig) -> str | None:
@@ -43,6 +43,8 @@ def gpu_drafting_obstacle(args: ServerArgs, config: ModelConfig) -> str | None:
     obstacle = gpu_speculation_obstacle(args, config)
     if obstacle is not None:
         return obstacle
+    if not config.weight_formats.is_plain:
+        return "quantised weights"
     return next((found for layer in config.layers if (found := _layer_obstacle(layer)) is not None), None)
 
 

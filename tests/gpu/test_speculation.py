@@ -30,7 +30,9 @@ from tests.support.drafted_engine import (
     noisy,
     requests_of,
 )
+from tests.support.eagle3_heads import make_head
 from tests.support.plan_driver import token_ids
+from tests.support.whole_engine import WholeEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -159,39 +161,84 @@ def test_the_shipped_models_answer_alike_in_fewer_steps(monkeypatch: pytest.Monk
     assert num_steps["STANDALONE"] < before
 
 
-@pytest.mark.parametrize(
-    ("given", "most"),
-    [({}, 0.1), ({"quantization": "fp8"}, 0.4), ({"kv_cache_dtype": "fp8_e4m3"}, 0.3)],
-    ids=["all in bfloat16", "fp8 weights", "fp8 memory"],
-)
+QUANTISED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8 weights": ({"quantization": "fp8"}, {}),
+    "int8 weights": ({"quantization": "int8"}, {}),
+    "fp8 blocks": ({}, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
+    "4 bits": ({}, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}),
+}
+"""Options, and the `quantization_config` of the checkpoint."""
+KINDS = {"all in bfloat16": ({}, {}), "fp8 memory": ({"kv_cache_dtype": "fp8_e4m3"}, {}), **QUANTISED}
+MOST_DIFFERENT = {"all in bfloat16": 0.1, "fp8 memory": 0.3}
+MOST_OF_ROUNDED_INPUTS = 0.4
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("together", [2, 48])
 def test_answers_in_bfloat16_are_those_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, given: dict[str, Any], most: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int, kind: str
 ) -> None:
     """Rounding depends on the number of rows. So an answer with drafts is read again, and its tokens must be as likely as was told.
 
     One row is multiplied by fp8 weights as it is, several are rounded to fp8.
     """
     monkeypatch.setattr(verify_runner, "LEAST_TOGETHER", together)
-    config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096, **given}
-    sampling = SamplingParams.from_dict({"temperature": 1.0, "max_new_tokens": 40}).spec(40, ())
-    rng, none = np.random.default_rng(2), [int32_array()]
-
-    def request(rid: int, ids: list[int], logprobs: LogprobSpec) -> GenerateRequest:
-        return GenerateRequest(rid, str(rid), int32_array(ids), int32_array([0]), none, sampling, logprobs, 5 + rid)
-
-    prompts = [token_ids(rng, 50 + 30 * rid, 512) for rid in range(6)]
-    requests = [request(rid, ids, LogprobSpec(True)) for rid, ids in enumerate(prompts)]
+    options = write_real_layers(tmp_path, *KINDS[kind])
     plain, _ = engine_of(tmp_path, 16, **options)
-    first = answers_of(plain, requests)
+    first = answers_of(plain, long_requests())
     engine, runner = engine_of(tmp_path, 16, **options, **NGRAM)
     runner.graphs.capture_all()
-    drafter = runner._drafter = ToldDrafter(runner, [prompts[rid] + answer.ids for (rid, _), answer in first.items()])
-    found = answers_of(engine, requests)
+    told = [long_prompts()[rid] + answer.ids for (rid, _), answer in first.items()]
+    drafter = runner._drafter = ToldDrafter(runner, told)
+    found = answers_of(engine, long_requests())
     assert min(drafter.num_right) >= 1, drafter.num_right
-    again = [request(rid + 6, prompts[rid] + found[rid, 0].ids, LogprobSpec(False, 1)) for rid in range(6)]
+    check_as_likely(plain, found, MOST_DIFFERENT.get(kind, MOST_OF_ROUNDED_INPUTS))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_head_drafts_beside_quantised_weights(tmp_path: Path, kind: str) -> None:
+    """Its weights are random, so most of its drafts are wrong."""
+    options = write_real_layers(tmp_path / "model", *KINDS[kind])
+    head = make_head(tmp_path / "model", tmp_path / "head", taps=[1, 2, 3])
+    given = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head), "speculative_num_steps": 3}
+    engine, runner = engine_of(tmp_path / "model", 16, **options, **given)
+    runner.graphs.capture_all()
+    found = answers_of(engine, long_requests())
+    assert engine.core.counters.num_verified_rows > 10
+    plain, _ = engine_of(tmp_path / "model", 16, **options)
+    check_as_likely(plain, found, MOST_OF_ROUNDED_INPUTS)
+
+
+def write_real_layers(folder: Path, options: dict[str, Any], quantisation: dict[str, Any]) -> dict[str, Any]:
+    """Write the configuration of four layers of a real shape, whose weights are made up. Return the options of engines."""
+    config = {**json.loads(REAL_CONFIG.read_text()), "num_hidden_layers": 4, "vocab_size": 512}
+    if quantisation:
+        config["quantization_config"] = quantisation
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return {**SMALL, "dtype": "bfloat16", "load_format": "dummy", "max_total_tokens": 4096, **options}
+
+
+def long_prompts() -> list[list[int]]:
+    rng = np.random.default_rng(2)
+    return [token_ids(rng, 50 + 30 * rid, 512) for rid in range(6)]
+
+
+def long_requests() -> list[GenerateRequest]:
+    return [_request(rid, prompt, LogprobSpec(True)) for rid, prompt in enumerate(long_prompts())]
+
+
+def _request(rid: int, ids: list[int], logprobs: LogprobSpec) -> GenerateRequest:
+    sampling = SamplingParams.from_dict({"temperature": 1.0, "max_new_tokens": 40}).spec(40, ())
+    return GenerateRequest(
+        rid, str(rid), int32_array(ids), int32_array([0]), [int32_array()], sampling, logprobs, 5 + rid
+    )
+
+
+def check_as_likely(plain: WholeEngine, found: Answers, most: float) -> None:
+    """Let an engine without drafts read the answers to the long requests: it must find their tokens as likely as was told."""
+    prompts, reading = long_prompts(), LogprobSpec(False, 1)
+    again = [_request(rid + 6, prompt + found[rid, 0].ids, reading) for rid, prompt in enumerate(prompts)]
     reread = answers_of(plain, again)
     for rid, prompt in enumerate(prompts):
         told = dict(_chosen(found[rid, 0], is_prompt=False))

@@ -20,7 +20,7 @@ from tests.support.drafted_engine import (
     engine_of,
     requests_of,
 )
-from tests.support.drafted_server import ROUNDING, SERVED, check_server
+from tests.support.drafted_server import SERVED, check_server
 from tests.support.eagle3_heads import make_head
 from tests.support.plan_driver import token_ids
 
@@ -70,6 +70,6 @@ def test_a_head_drafts_for_any_family(checkpoint: CheckpointFactory, tmp_path: P
     check_equal(answers_of(engine, requests_of(7, 12)), expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind not in ROUNDING])
+@pytest.mark.parametrize("kind", SERVED)
 def test_servers_of_all_kinds_of_models_answer_as_without_drafts(checkpoint: CheckpointFactory, kind: str) -> None:
     check_server(checkpoint, kind, "cuda")
