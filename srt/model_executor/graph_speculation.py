@@ -43,7 +43,7 @@ class _Launched:
 
 
 class GraphSpeculatingRunner(ModelRunner):
-    """A runner for one GPU. Steps without drafts run as they do without speculation."""
+    """A runner for GPUs. Steps without drafts run as they do without speculation."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GraphSpeculatingRunner(ModelRunner):
             return self._execute_plainly(section)
         if not self._can_draft_ahead(section, drafting):
             self._enter_all()
-        elif self._launched and (len(self._launched) > 1 or self._launched[0].output.is_ready()):
+        elif self._launched and (len(self._launched) > 1 or self._hears_early(self._launched[0].output)):
             self._enter(self._launched.popleft())
         self._enter_changes(section)
         rows = structs.replace(section, admissions=[], pages=[])
@@ -117,6 +117,13 @@ class GraphSpeculatingRunner(ModelRunner):
         if self._planner.wants_logprobs(section.decode_slots.astype(np.int64)):
             return False
         return self._drafter.can_draft_ahead(slots)
+
+    def _hears_early(self, output: VerifiedOnDevice) -> bool:
+        """Return whether to read this output before the step behind it is launched.
+
+        Ranks see it at different times and must bring the same drafts, so several ranks never do.
+        """
+        return self.loaded.tp.size == 1 and output.is_ready()
 
     def _enter_changes(self, section: PlanSection) -> None:
         """Write the section's admissions and pages into the tables, so that drafts find them there."""

@@ -27,8 +27,6 @@ def draft_model_args(args: ServerArgs) -> ServerArgs:
 def gpu_speculation_obstacle(args: ServerArgs, config: ModelConfig) -> str | None:
     """Name what drafts cannot be verified with on a GPU, if the model or the options have it."""
     decode = args.decode_attention_backend or args.attention_backend
-    if args.tp_size > 1:
-        return f"--tp {args.tp_size}"
     if decode not in (None, "triton", "fa3"):
         return f"the attention backend {decode} for decodes"
     if args.enable_torch_compile:

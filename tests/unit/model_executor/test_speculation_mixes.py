@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.model_executor.step.step_output import VerifiedOnDevice
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.drafted_engine import (
     MOST_DRAFTS,
@@ -95,17 +97,32 @@ def test_any_number_of_drafts_in_each_step_changes_no_answer(
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+@pytest.mark.parametrize("captures", [False, True], ids=["as on a CPU", "as on GPUs"])
 def test_drafts_of_two_ranks_change_no_answer(
-    checkpoint: CheckpointFactory, expected: Answers, small: Path, tmp_path: Path, algorithm: str
+    checkpoint: CheckpointFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Answers,
+    small: Path,
+    tmp_path: Path,
+    algorithm: str,
+    captures: bool,
 ) -> None:
-    """Each rank is given the plans of a scheduler of its own, which plans alike as long as the ranks draw alike."""
+    """Each rank is given the plans of a scheduler of its own, which plans alike as long as the ranks draw alike.
+
+    The first rank's outputs are there at once, and the second one's late.
+    """
     draft: dict[str, Any] = {"speculative_draft_model_path": str(small)} if algorithm == "STANDALONE" else {}
+    first_threads: set[int] = set()
+    monkeypatch.setattr(VerifiedOnDevice, "is_ready", lambda output: threading.get_ident() in first_threads)
 
     def answers_of_rank(tp: TensorParallel) -> Answers:
+        if tp.rank == 0:
+            first_threads.add(threading.get_ident())
         runner = make_runner(
             checkpoint("qwen3"),
             16,
             tp,
+            capture=Recorder() if captures else None,
             tp_size=2,
             chunked_prefill_size=7,
             speculative_algorithm=algorithm,
@@ -113,7 +130,9 @@ def test_drafts_of_two_ranks_change_no_answer(
             **draft,
             **OPTIONS,
         )
-        engine = WholeEngine(replace(runner.loaded.args, tp_size=1), runner)
+        if captures:
+            runner.graphs.capture_all()
+        engine = WholeEngine(replace(runner.loaded.args, tp_size=1), runner, hears_late=captures)
         vary_drafts(engine, 5)
         return answers_of(engine, requests_of(SEED, NUM_REQUESTS))
 

@@ -311,7 +311,6 @@ def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
         return replace(args_for(folder), device="cuda", speculative_algorithm="NGRAM", **options)
 
     for reason, options in (
-        ("--tp 2", {"tp_size": 2}),
         ("the attention backend flashinfer for decodes", {"attention_backend": "flashinfer"}),
         ("--enable-torch-compile", {"enable_torch_compile": True}),
     ):
@@ -319,6 +318,7 @@ def test_drafts_are_refused_on_a_gpu_where_they_were_not_seen_right(
             check_model(options_of(qwen3_checkpoint, **options))
     check_model(options_of(qwen3_checkpoint, kv_cache_dtype="fp8_e4m3"))
     check_model(options_of(qwen3_checkpoint, quantization="fp8"))
+    check_model(options_of(qwen3_checkpoint, tp_size=2))
     for family, reason in (
         ("gemma3_text", "layers with a window"),
         ("qwen3_moe", "layers of experts"),
