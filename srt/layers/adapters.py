@@ -55,6 +55,10 @@ class StepAdapters(ABC):
     def hold(self, key: str, matrices: Matrices) -> None:
         """Keep an adapter for rows to come. Called by any thread."""
 
+    def recall(self, key: str) -> bool:
+        """Hold an adapter again of which a copy is kept beside the device; False if there is none. Called by any thread."""
+        return False
+
     @abstractmethod
     def release(self, key: str) -> None:
         """Forget an adapter that no row has any more."""

@@ -1,15 +1,18 @@
 """LoRA adapters of a step on a GPU: kernels multiply each token with its own adapter's matrices. Importing this module imports Triton.
 
 The matrices of all adapters of a layer are stacked in memory that is allocated once, so that graphs may hold its address. An adapter has a
-number, its place in these stacks. Smaller ranks are padded with zeros.
+number, its place in these stacks. Smaller ranks are padded with zeros. Adapters that were loaded once are kept in the host's memory as the
+device has them, so that they are loaded again by a copy alone.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections import deque
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from srt.kernels.build.cuda_source import checked, cuda
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
@@ -54,7 +58,9 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        copy_bytes: int = 0,
     ) -> None:
+        """`copy_bytes` of the host's memory may be taken for copies of adapters."""
         self._num_adapters = num_adapters
         self._device = device
         self._parts = {path: _parts_of(layer) for path, layer in layers.items()}
@@ -62,6 +68,7 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         self._stacked = {
             path: _stack(parts, num_adapters, padded, dtype, device) for path, parts in self._parts.items()
         }
+        self._copies = HostCopies(sum(_bytes_of(one) for one in self._stacked.values()), copy_bytes, device)
         self._numbers = {_PLACEHOLDER: 0}  # by key, of adapters that are loaded
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((n, None) for n in range(num_adapters))
         self._lock = threading.Lock()  # other threads load
@@ -87,6 +94,28 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
 
     def hold(self, key: str, matrices: Matrices) -> None:
         """Copy an adapter to the device beside the steps that run, and wait until it is there. ModelError if there is no place."""
+        copy = self._copies.new()
+        try:
+            with torch.inference_mode():
+                for path, (down, up) in self._views(copy).items():
+                    _write(down, up, self._parts[path], self._stacked[path].rank, matrices)
+            self._send(key, copy)
+        except BaseException:
+            self._copies.give_back(copy)
+            raise
+        self._copies.keep(key, copy)
+
+    def recall(self, key: str) -> bool:
+        copy = self._copies.pop(key)
+        if copy is None:
+            return False
+        try:
+            self._send(key, copy)
+        finally:
+            self._copies.keep(key, copy)
+        return True
+
+    def _send(self, key: str, copy: Tensor) -> None:
         with self._lock:
             if not self._free:  # adapters that took too long to load do not count any more, and are still here
                 raise ModelError("The memory for adapters is taken by others that take long to load. Try again later.")
@@ -95,8 +124,10 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
             with nullcontext() if self._side is None else torch.cuda.stream(self._side), torch.inference_mode():
                 if self._side is not None and released is not None:
                     self._side.wait_event(released)  # steps that were launched before may still read what was there
-                for path, parts in self._parts.items():
-                    _write(self._stacked[path], number, parts, matrices)
+                for path, (down, up) in self._views(copy).items():
+                    stacked = self._stacked[path]
+                    stacked.down[number].copy_(down, non_blocking=True)
+                    stacked.up[number].copy_(up, non_blocking=True)
                 if self._side is not None:
                     self._side.synchronize()
         except BaseException:
@@ -104,6 +135,17 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
                 self._free.append((number, released))
             raise
         self._numbers[key] = number
+
+    def _views(self, copy: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the matrices of each layer in a copy of an adapter."""
+        views, place = dict[str, tuple[Tensor, Tensor]](), 0
+        for path, stacked in self._stacked.items():
+            found = []
+            for whole in (stacked.down[0], stacked.up[0]):
+                found.append(copy[place : place + whole.nbytes].view(whole.dtype).view(whole.shape))
+                place += whole.nbytes
+            views[path] = found[0], found[1]
+        return views
 
     def release(self, key: str) -> None:
         number = self._numbers.pop(key, None)
@@ -219,16 +261,76 @@ def _stack(
     return StackedAdapters(down, up, sizes)
 
 
-def _write(stacked: StackedAdapters, number: int, parts: Sequence[_Part], matrices: Matrices) -> None:
+def _bytes_of(stacked: StackedAdapters) -> int:
+    """Return the bytes of one adapter."""
+    return stacked.down[0].nbytes + stacked.up[0].nbytes
+
+
+def _write(down: Tensor, up: Tensor, parts: Sequence[_Part], rank: int, matrices: Matrices) -> None:
     """Write this rank's part of an adapter: rows of B if outputs are split over ranks, columns of A if inputs are."""
-    down, up = stacked.down[number], stacked.up[number]
-    # Made whole on the host, so that the device needs no memory beside what it has.
-    host_down, host_up = torch.zeros(down.shape, dtype=down.dtype), torch.zeros(up.shape, dtype=up.dtype)
+    down.zero_()
+    up.zero_()
     for place, part in enumerate(parts):
         if part.path in matrices:
             a, b = matrices[part.path]
-            first = place * stacked.rank
-            host_down[first : first + len(a)] = a[:, part.inputs]
-            host_up[part.target, : b.shape[1]] = b[part.outputs]
-    down.copy_(host_down)
-    up.copy_(host_up)
+            first = place * rank
+            down[first : first + len(a)] = a[:, part.inputs]
+            up[part.target, : b.shape[1]] = b[part.outputs]
+
+
+class HostCopies:
+    """Copies of adapters in the host's memory, pinned if there is a GPU. Those used longest ago make room. Any thread may call."""
+
+    def __init__(self, num_bytes: int, most_bytes: int, device: torch.device) -> None:
+        """A copy has `num_bytes`, and all together, but for those that are being made, `most_bytes`."""
+        self._num_bytes = num_bytes
+        self._most = most_bytes // max(1, num_bytes)
+        self._device = device
+        self._copies: OrderedDict[str, Tensor] = OrderedDict()
+        self._unused: list[Tensor] = []
+        self._lock = threading.Lock()
+        self._pinned: list[Tensor] = []
+        # Before the memory is freed: CUDA would take what is allocated there next for pinned.
+        weakref.finalize(self, _unpin, self._pinned, device).atexit = False
+
+    def new(self) -> Tensor:
+        """Return memory for a copy: that of another one if there are as many as there may be."""
+        with self._lock:
+            if self._unused:
+                return self._unused.pop()
+            if self._copies and len(self._copies) >= self._most:
+                return self._copies.popitem(last=False)[1]
+        # In pages of its own, because pages are what is pinned; not by PyTorch, which would round the size up to a power of two.
+        pages = mmap.mmap(-1, max(1, self._num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        copy = torch.frombuffer(pages, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            # Where no more memory can be pinned, unpinned memory is copied too, only slower.
+            with torch.cuda.device(self._device), suppress(RuntimeError):
+                checked(cuda()[0].cuMemHostRegister(copy.data_ptr(), copy.nbytes, 0))
+                self._pinned.append(copy)
+        return copy
+
+    def pop(self, key: str) -> Tensor | None:
+        """Return the copy of this adapter, which no other thread gets until it is kept again; None if there is none."""
+        with self._lock:
+            return self._copies.pop(key, None)
+
+    def keep(self, key: str, copy: Tensor) -> None:
+        """Keep a copy, as the one used last, or its memory if there are as many as there may be."""
+        with self._lock:
+            if len(self._copies) < self._most:
+                self._copies[key] = copy
+            else:
+                self._unused.append(copy)
+
+    def give_back(self, copy: Tensor) -> None:
+        """Take the memory of a copy that was not made."""
+        with self._lock:
+            self._unused.append(copy)
+
+
+def _unpin(copies: list[Tensor], device: torch.device) -> None:
+    for copy in copies:
+        with torch.cuda.device(device), suppress(RuntimeError):
+            checked(cuda()[0].cuMemHostUnregister(copy.data_ptr()))
+    copies.clear()

@@ -14,8 +14,11 @@ from srt.lora.resource import AdapterContent
 from srt.models.any_model import AnyModel
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
+from srt.utils.host import available_memory_bytes
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
+
+COPIES_SHARE = 8  # all ranks together keep copies of adapters in one part in 8 of the host's available memory
 
 
 class ModelAdapters:
@@ -42,6 +45,8 @@ class ModelAdapters:
 
         ModelError, with a sentence for clients, if its files are not those that the server has checked.
         """
+        if self.step.recall(key):
+            return
         adapted = read_adapter(content.folder, self._limits)
         matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         with safe_open(adapted[0].a.file, framework="pt") as file:
@@ -64,8 +69,10 @@ def _step_adapters(
 
     assert args.max_lora_rank is not None, "on a GPU the largest rank is known at the start"
     sizes = args.max_loras_per_batch, args.max_lora_rank, args.max_running_requests
+    num_ranks = args.tp_size * args.pp_size * args.dp_size
+    copy_bytes = available_memory_bytes() // (COPIES_SHARE * num_ranks)
     try:
-        return DeviceAdapters(layers, *sizes, dtype, device)
+        return DeviceAdapters(layers, *sizes, dtype, device, copy_bytes)
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"The GPU has too little memory beside the weights for {sizes[0]} LoRA adapters of rank {sizes[1]}: choose a smaller"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from srt.kernels.lora import products
 from srt.layers import device_adapters
+from srt.layers.adapters import AdaptedLayer
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
-from srt.layers.device_adapters import DeviceAdapters
+from srt.layers.device_adapters import DeviceAdapters, HostCopies
+from srt.lora import adapter_files
 from srt.model_loader import model_adapters
 from srt.utils.model_error import ModelError
 from tests.support import lora_reference
@@ -55,3 +58,60 @@ def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, 
         load(runner, tmp_path, third)
     assert capture.num_replays > num_replays
     assert decodes_of(runner).graphs[Reading.ADAPTED].num_left == 0
+
+
+def test_adapters_come_back_from_their_copies(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for two of the three copies, so the adapter that was loaded first is read again."""
+    reads: list[str] = []
+
+    def with_copies(
+        args: object, layers: dict[str, AdaptedLayer], dtype: torch.dtype, device: torch.device
+    ) -> DeviceAdapters:
+        one = DeviceAdapters(layers, 2, 6, 24, dtype, device)
+        size = sum(stack.down[0].nbytes + stack.up[0].nbytes for stack in map(one.stacked, layers))
+        return DeviceAdapters(layers, 2, 6, 24, dtype, device, 2 * size + 1)
+
+    def read(folder: str, limits: adapter_files.AdapterLimits) -> list[adapter_files.AdaptedLayer]:
+        reads.append(Path(folder).name)
+        return adapter_files.read_adapter(folder, limits)
+
+    monkeypatch.setattr(model_adapters, "_step_adapters", with_copies)
+    monkeypatch.setattr(model_adapters, "read_adapter", read)
+    folder = checkpoint("qwen3", tied=False)
+    cases = cases_of(folder, tmp_path, 2)
+    runner = make_runner(folder, 16, enable_lora=True, dtype="float32")
+    assert runner.loaded.adapters is not None
+    adapters, driver, (first, second, third) = runner.loaded.adapters.step, PlanDriver(runner, 16), SPECS
+    for names in ((first, second), (third, second), (second, third), (third, first)):
+        for name in names:
+            load(runner, tmp_path, name)
+        jobs = [(case.job(), case.expected) for case in cases if case.adapter in ("", *names)]
+        driver.run([job for job, _ in jobs])
+        assert [job.outputs for job, _ in jobs] == [expected for _, expected in jobs]
+        for name in names:
+            adapters.release(name)
+    assert reads == [first, second, third, first]
+
+
+def test_copies_used_longest_ago_make_room() -> None:
+    copies = HostCopies(8, 20, torch.device("cpu"))
+    for key in ("red", "blue"):
+        copies.keep(key, copies.new())
+    red = copies.pop("red")
+    assert red is not None and copies.pop("red") is None
+    copies.keep("red", red)
+    green = copies.new()
+    assert copies.pop("blue") is None
+    copies.keep("green", green)
+    assert copies.pop("red") is red and copies.pop("green") is green
+    copies.give_back(green)
+    assert copies.new() is green
+
+
+def test_without_room_no_copy_is_kept() -> None:
+    copies = HostCopies(8, 7, torch.device("cpu"))
+    one = copies.new()
+    copies.keep("red", one)
+    assert copies.pop("red") is None and copies.new() is one
