@@ -95,8 +95,11 @@ def _received(group: UpdateGroup, work: ReceiveWeights, report: Callable[[], Non
     sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(work.shapes, kinds, strict=True)]
     joined = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device_type)
     _fill(group, [joined], kinds[-1:], report)
-    # Cloned, because a view of another type must begin at a multiple of its size.
-    parts = [part.clone().view(kind) for part, kind in zip(joined.split(sizes), kinds, strict=True)]
+    # A view of another type must begin at a multiple of its size, as all do if the types are the same.
+    parts = [
+        (part.clone() if part.storage_offset() % kind.itemsize else part).view(kind)
+        for part, kind in zip(joined.split(sizes), kinds, strict=True)
+    ]
     return {name: part.view(shape) for name, part, shape in zip(work.names, parts, work.shapes, strict=True)}
 
 

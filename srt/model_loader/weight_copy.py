@@ -1,6 +1,8 @@
 """Copy tensors from a checkpoint's files to parameters on any device: several threads read blocks and upload them as they arrive.
 
 file ── read ──> a thread's buffer (pinned for a GPU) ── its stream ──> device ── cut, converted ──> parameter
+
+On a CPU blocks that are stored as they are used are read into the parameter.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from srt.utils.host import usable_cores
 from srt.utils.model_error import ModelError
 
 BLOCK_BYTES = 16 << 20
+CHECKED_BYTES = 1 << 20  # fit in a core's cache
 MOST_THREADS = 8
 DTYPES = {
     "F64": torch.float64,
@@ -52,6 +55,21 @@ class _Block:
     target: torch.Tensor  # [rows, columns]
     quantise: Callable[[torch.Tensor], None] | None  # stores the rows, unless they are stored as they are
 
+    @property
+    def needed_bytes(self) -> int:
+        return self.num_bytes * self.target.shape[1] // self.width
+
+    @property
+    def is_stored_as_used(self) -> bool:
+        """Whether the file has the bytes of the target, which is in the host's memory."""
+        target = self.target
+        return (
+            self.quantise is None
+            and (target.device.type, target.dtype) == ("cpu", self.dtype)
+            and target.shape[1] == self.width
+            and target.is_contiguous()
+        )
+
 
 def copy_weights(
     headers: Mapping[str, TensorHeader],
@@ -60,6 +78,26 @@ def copy_weights(
     progress: Callable[[int, int], None],
 ) -> None:
     """Fill the pieces, which are on `device`, and return when all are complete; ModelError for a file that cannot be read."""
+    _in_threads(headers, pieces, progress, lambda: _Copier(device).run)
+
+
+def read_weights(
+    headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]
+) -> None:
+    """Read what would fill the pieces, and keep nothing of it; ModelError for a file that cannot be read."""
+    _in_threads(headers, pieces, progress, lambda: _read_all)
+
+
+_Report = Callable[[int], None]
+
+
+def _in_threads(
+    headers: Mapping[str, TensorHeader],
+    pieces: Sequence[WeightPiece],
+    progress: Callable[[int, int], None],
+    new_work: Callable[[], Callable[[queue.SimpleQueue[_Block], _Report], None]],
+) -> None:
+    """Divide the pieces into blocks. Each thread does work of its own, which takes blocks until none are left."""
     total = sum(piece.num_elements * ITEM_BYTES[headers[piece.name].dtype] for piece in pieces)
     progress(0, total)
     blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
@@ -75,7 +113,7 @@ def copy_weights(
 
     num_threads = min(MOST_THREADS, usable_cores(), max(1, blocks.qsize()))
     with ThreadPoolExecutor(num_threads) as pool:
-        for finished in [pool.submit(_Copier(device).run, blocks, report) for _ in range(num_threads)]:
+        for finished in [pool.submit(new_work(), blocks, report) for _ in range(num_threads)]:
             finished.result()
     progress(total, total)
 
@@ -125,26 +163,29 @@ class _Copier:
         self._uploaded = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
 
-    def run(self, blocks: queue.SimpleQueue[_Block], report: Callable[[int], None]) -> None:
+    def run(self, blocks: queue.SimpleQueue[_Block], report: _Report) -> None:
         """Copy blocks until none are left."""
         turn = 0
         # Inference mode and the current stream are per thread.
         with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             while (block := _next(blocks)) is not None:
                 self._copy(block, turn)
-                report(block.num_bytes * block.target.shape[1] // block.width)
+                report(block.needed_bytes)
                 turn = (turn + 1) % len(self._buffers)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _copy(self, block: _Block, turn: int) -> None:
+        if block.is_stored_as_used:
+            _read(block.file, block.offset, block.target.view(-1).view(torch.uint8))
+            return
         uploaded = self._uploaded[turn]
         if uploaded is not None:
             uploaded.synchronize()
         if block.num_bytes > len(self._buffers[turn]):
             self._buffers[turn] = self._new_buffer(block.num_bytes)
         stored = self._buffers[turn][: block.num_bytes]
-        _read(block, stored)
+        _read(block.file, block.offset, stored)
         rows = stored.view(block.dtype).view(-1, block.width).to(self._device, non_blocking=True)
         if block.quantise is None:
             block.target.copy_(rows[:, block.columns])
@@ -164,17 +205,26 @@ def _next(blocks: queue.SimpleQueue[_Block]) -> _Block | None:
         return None
 
 
-def _read(block: _Block, into: torch.Tensor) -> None:
-    left, offset = into.numpy().data, block.offset
+def _read_all(blocks: queue.SimpleQueue[_Block], report: _Report) -> None:
+    buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
+    while (block := _next(blocks)) is not None:
+        for begin in range(0, block.num_bytes, CHECKED_BYTES):
+            _read(block.file, block.offset + begin, buffer[: block.num_bytes - begin])
+        report(block.needed_bytes)
+
+
+def _read(file: Path, offset: int, into: torch.Tensor) -> None:
+    """Fill a tensor of bytes from a file; ModelError if it cannot be read or is too short."""
+    left = into.numpy().data
     try:
-        descriptor = os.open(block.file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             while left:
                 count = os.preadv(descriptor, [left], offset)
                 if count == 0:
-                    raise ModelError(f"{block.file} was cut short while it was read.")
+                    raise ModelError(f"{file} was cut short while it was read.")
                 left, offset = left[count:], offset + count
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ModelError(f"{block.file} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error

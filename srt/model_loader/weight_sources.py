@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from srt.layers.weights import WeightPiece
-from srt.model_loader.weight_copy import DTYPES, copy_weights
+from srt.model_loader.weight_copy import DTYPES, copy_weights, read_weights
 from srt.utils.checkpoint import TensorHeader, read_headers
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -27,6 +27,9 @@ class WeightSource(Protocol):
     @property
     def headers(self) -> Mapping[str, TensorHeader]: ...
 
+    def check(self, pieces: Sequence[WeightPiece], report: Callable[[], None]) -> None:
+        """Read all that fills the pieces, and keep nothing of it; ModelError if it cannot be read."""
+
     def copy(self, pieces: Sequence[WeightPiece], device: torch.device, report: Callable[[], None]) -> None:
         """Fill the pieces, which are on `device`, and return when all are complete."""
 
@@ -37,6 +40,9 @@ class FolderSource:
     def __init__(self, folder: str) -> None:
         self.place = Path(folder)
         self.headers: Mapping[str, TensorHeader] = read_headers(folder)
+
+    def check(self, pieces: Sequence[WeightPiece], report: Callable[[], None]) -> None:
+        read_weights(self.headers, pieces, lambda done, total: report())
 
     def copy(self, pieces: Sequence[WeightPiece], device: torch.device, report: Callable[[], None]) -> None:
         if device.type == "cuda":  # copies run on other streams, and must not meet what is still under way on this one
@@ -54,6 +60,9 @@ class TensorSource:
             name: TensorHeader(name, _CODES[one.dtype], tuple(one.shape), self.place, 0, one.nbytes)
             for name, one in tensors.items()
         }
+
+    def check(self, pieces: Sequence[WeightPiece], report: Callable[[], None]) -> None:
+        """All of it is here."""
 
     def copy(self, pieces: Sequence[WeightPiece], device: torch.device, report: Callable[[], None]) -> None:
         for piece in pieces:

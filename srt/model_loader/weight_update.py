@@ -1,13 +1,15 @@
 """Exchange a running model's weights in place for others of the same names and shapes.
 
-Each module's new weights are loaded beside the old ones and made ready to multiply as at a start. Then they are copied over the old ones,
-whose addresses stay the same: captured graphs and tables of addresses remain valid.
+Weights that are stored as they come are read over the old ones. Those of other modules, such as quantised ones, are loaded beside the old
+ones and made ready to multiply as at a start. Then they are copied over the old ones. All addresses stay the same: captured graphs and
+tables of addresses remain valid.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,15 +60,19 @@ class WeightUpdate:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Compare names, shapes and types, then load every part and forget it again. ModelError says what does not fit."""
-        for part in self._parts():
+        """Compare names, shapes and types, then read or load every part and forget it again. ModelError says what does not fit."""
+        plain, parts = self._parts()
+        self._source.check(plain, self._report)
+        for part in parts:
             self._load(*part)
             _forget(part)
 
     @torch.inference_mode()
     def write(self) -> None:
         """Put the new weights in place of the old ones. After an error they are a mixture of both, so the process must end."""
-        for part in self._parts():
+        plain, parts = self._parts()
+        self._source.copy(plain, self._device, self._report)
+        for part in parts:
             for old, new in self._load(*part):
                 old.copy_(new)
             _forget(part)
@@ -74,8 +80,11 @@ class WeightUpdate:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
-    def _parts(self) -> Iterator[_Part]:
-        """Yield each module that has weights in the source, without memory, with its path and the pieces of its weights."""
+    def _parts(self) -> tuple[list[WeightPiece], list[_Part]]:
+        """Return what is in the source: pieces of the running model that are stored as they come, and all other modules.
+
+        Such a module comes without memory, with its path and the pieces of its weights.
+        """
         with torch.device("meta"):
             new = CausalLM(self._config, self._tp, self._ops).eval()
         pieces = new.weight_pieces(self._headers)
@@ -85,11 +94,23 @@ class WeightUpdate:
         of_owner: dict[int, list[WeightPiece]] = {}
         for piece in pieces:
             of_owner.setdefault(id(piece.owner), []).append(piece)
+        paths = {id(module): path for path, module in new.named_modules()}
+        plain: list[WeightPiece] = []
+        parts: list[_Part] = []
         for path, module in list(new.named_modules()):
             if isinstance(module, WeightedModule):
                 own = [piece for inner in module.modules() for piece in of_owner.get(id(inner), [])]
-                if any(piece.name in self._headers for piece in own):
-                    yield path, module, own
+                stored = [piece for piece in own if piece.name in self._headers]
+                if stored and _is_plain(module, own):
+                    plain += [replace(piece, owner=self._running(paths[id(piece.owner)])) for piece in stored]
+                elif stored:
+                    parts.append((path, module, own))
+        return plain, parts
+
+    def _running(self, path: str) -> nn.Module:
+        """Return the module at this path of the running model; of what adapters wrap, what is inside."""
+        module = self._model.get_submodule(path)
+        return module.inner if isinstance(module, AdaptedWeight) else module
 
     def _load(self, path: str, new: WeightedModule, pieces: list[WeightPiece]) -> list[tuple[Tensor, Tensor]]:
         """Load a part. Return its tensors, each behind the one of the running model that it replaces."""
@@ -106,6 +127,17 @@ class WeightUpdate:
         self._source.copy(stored, self._device, self._report)
         finish(new, self._dtype, self._device)
         return list(_pairs(path, old, new))
+
+
+def _is_plain(module: WeightedModule, pieces: list[WeightPiece]) -> bool:
+    """Return whether a running module of this kind has its weights as they come from the checkpoint, but for their type."""
+    inner = list(module.modules())
+    weights = [one for one in inner if isinstance(one, LinearWeight | PackedExperts)]
+    return (
+        all(isinstance(one, PlainWeight) for one in weights)
+        and all(type(one).finish is WeightedModule.finish for one in inner if isinstance(one, WeightedModule))
+        and all(piece.quantise is None and not piece.is_optional for piece in pieces)
+    )
 
 
 def _check_plain(path: str, new: WeightedModule, missing: list[str]) -> None:
