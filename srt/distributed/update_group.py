@@ -86,20 +86,53 @@ class UpdateGroup:
         # As bytes, because gloo knows no floats of 8 bits.
         parts = [one.view(torch.uint8) if one.dtype.itemsize == 1 else one for one in tensors]
         try:
-            for work in [self._group.broadcast([part], options) for part in parts]:
+            for work in self._begin(lambda: [self._group.broadcast([part], options) for part in parts], report):
                 deadline_s = time.monotonic() + self._timeout_s
                 while not work.is_completed():
                     if time.monotonic() > deadline_s:
-                        raise UpdateGroupError(
-                            f"A tensor did not come through the group {self._name} within {self._timeout_s:.0f} s."
-                        )
+                        raise self._silence()
                     time.sleep(POLL_S)
                     report()
                 work.wait()
         except RuntimeError as error:
+            if "wait timeout" in str(error):  # of the store, by which NCCL connects
+                raise self._silence() from error
             raise UpdateGroupError(f"The group {self._name} is broken: {_first_line(error)}") from error
         if self._backend == "nccl":
             torch.cuda.current_stream().synchronize()
+
+    def _silence(self) -> UpdateGroupError:
+        return UpdateGroupError(f"A tensor did not come through the group {self._name} within {self._timeout_s:.0f} s.")
+
+    def _begin(self, send_all: Callable[[], list[Any]], report: Callable[[], None]) -> list[Any]:
+        """Return the broadcasts under way.
+
+        NCCL connects at the first one, and waits for rank 0 there: in another thread, so that this one reports.
+        """
+        if self._backend != "nccl":
+            return send_all()
+        begun: list[list[Any]] = []
+        failed: list[RuntimeError] = []
+        stream = torch.cuda.current_stream()
+
+        def begin() -> None:
+            try:
+                with torch.inference_mode(), torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                    begun.append(send_all())
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=begin, name="update group", daemon=True)
+        thread.start()
+        deadline_s = time.monotonic() + self._timeout_s + 5.0
+        while thread.is_alive() and time.monotonic() < deadline_s:
+            thread.join(POLL_S)
+            report()
+        if failed:
+            raise failed[0]
+        if not begun:
+            raise self._silence()
+        return begun[0]
 
     def close(self) -> None:
         """Leave the group. What is under way fails, here and at the other ranks."""
