@@ -74,10 +74,9 @@ def check_supported(loaded: LoadedModel) -> None:
     """Raise UpdateError for models of which an update would not reach everything."""
     if not isinstance(loaded.model, CausalLM):
         raise UpdateError("Weights of models that the library transformers runs cannot be updated: restart the server.")
-    untried = _untried_on_gpus(loaded)
-    if untried and loaded.device.type != "cpu":
+    if loaded.args.speculative_algorithm is not None and loaded.device.type != "cpu":
         raise UpdateError(
-            f"Weights cannot be updated on GPUs with {untried}: restart the server with the new checkpoint."
+            "Weights cannot be updated on GPUs with --speculative-algorithm: restart the server with the new checkpoint."
         )
     if loaded.pipeline.num_stages > 1:
         raise UpdateError(NO_STAGES)
@@ -90,16 +89,6 @@ def check_supported(loaded: LoadedModel) -> None:
         raise UpdateError("Weights cannot be updated beside scales of keys and values: restart the server.")
     if loaded.args.load_format == "dummy":
         raise UpdateError("Weights cannot be updated with --load-format dummy: restart the server with a checkpoint.")
-
-
-def _untried_on_gpus(loaded: LoadedModel) -> str:
-    """Return the option with which no update on GPUs was tested yet; empty if there is none."""
-    args = loaded.args
-    untried = {
-        "--tp": loaded.tp.size > 1,
-        "--speculative-algorithm": args.speculative_algorithm is not None,
-    }
-    return next((name for name, is_used in untried.items() if is_used), "")
 
 
 def _check_config(loaded: LoadedModel, folder: str) -> None:

@@ -69,6 +69,31 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(
         assert outputs_of(runtime) == expected
 
 
+def test_two_ranks_update_weights_and_lend_memory(checkpoint: CheckpointFactory) -> None:
+    """Under captured graphs: afterwards the tokens are those of a CPU with the same weights."""
+    folders = [str(checkpoint("qwen3", seed=seed)) for seed in (0, 1)]
+    options: dict[str, Any] = {"dtype": "float32", "page_size": 16, "max_total_tokens": 8192}
+    expected = []
+    for folder in folders:
+        with Runtime(model_path=folder, **options, device="cpu") as runtime:
+            expected.append(outputs_of(runtime))
+    graphs: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": [2, 4, 8], "enable_memory_saver": True}
+    with Runtime(model_path=folders[0], **options, **graphs, device="cuda", tp_size=2) as runtime:
+        while num_graphs_left(runtime):
+            pass
+        assert outputs_of(runtime) == expected[0]
+        runtime.release_memory_occupation()
+        runtime.resume_memory_occupation()
+        assert outputs_of(runtime) == expected[0], "after a loan"
+        runtime.update_weights_from_disk(folders[1])
+        assert outputs_of(runtime) == expected[1], "after an update"
+        runtime.release_memory_occupation()
+        runtime.update_weights_from_disk(folders[0])
+        runtime.resume_memory_occupation()
+        assert outputs_of(runtime) == expected[0], "after an update of released memory"
+        assert num_graphs_left(runtime) == 0
+
+
 def logprobs_while_drawn(runtime: Runtime, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
     """What was drawn behind each prompt, all of them at the same time, and the logprobs that decodes gave it."""
     sampling = [{"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": seed} for seed in range(len(prompts))]
