@@ -202,7 +202,7 @@ class ServerArgs(HostOptions):
 
     speculative_algorithm: str | None = option(
         None,
-        "draft several tokens and verify them in one step, on a CPU or one GPU; NGRAM: what followed the same tokens earlier in the"
+        "draft several tokens and verify them in one step; NGRAM: what followed the same tokens earlier in the"
         " request; STANDALONE: what a smaller model draws; EAGLE3: what a head draws that reads the model's hidden states; NEXTN:"
         " what a layer for this draws that the model's own checkpoint has (MTP)",
         group=SPECULATION,
