@@ -200,7 +200,8 @@ def test_a_head_drafts_beside_quantised_weights(tmp_path: Path, kind: str) -> No
     """Its weights are random, so most of its drafts are wrong."""
     options = write_real_layers(tmp_path / "model", *KINDS[kind])
     head = make_head(tmp_path / "model", tmp_path / "head", taps=[1, 2, 3])
-    given = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head), "speculative_num_steps": 3}
+    given: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(head)}
+    given["speculative_num_steps"] = 3
     engine, runner = engine_of(tmp_path / "model", 16, **options, **given)
     runner.graphs.capture_all()
     found = answers_of(engine, long_requests())

@@ -37,7 +37,7 @@ def told(answer: dict[str, Any]) -> tuple[Any, ...]:
 def test_answers_of_two_ranks_with_drafts_are_those_of_one_without(algorithm: str) -> None:
     with srt.Runtime(**OPTIONS) as runtime:
         expected = answers_of(runtime)
-    drafts = {"speculative_algorithm": algorithm, "speculative_draft_model_path": DRAFTERS[algorithm]}
+    drafts: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_draft_model_path": DRAFTERS[algorithm]}
     with srt.Runtime(**OPTIONS, **drafts, tp_size=2) as runtime:
         found = [answers_of(runtime)]
         while num_graphs_left(runtime):  # they are captured while nobody asks for anything else
