@@ -59,7 +59,14 @@ def url_of(server: ServerProcess) -> str:
 
 
 def victim_of(server: ServerProcess, module: str, number: int = 0) -> psutil.Process:
-    return [child for child in server.children() if child.cmdline()[-1] == module][number]
+    return [child for child in server.children() if runs(child, module)][number]
+
+
+def runs(child: psutil.Process, module: str) -> bool:
+    try:
+        return module in child.cmdline()[-1:]
+    except psutil.NoSuchProcess:  # it has ended meanwhile, or is a zombie
+        return False
 
 
 def streamed(url: str, body: dict[str, Any], notice: Callable[[], None] = lambda: None) -> Chunks:
