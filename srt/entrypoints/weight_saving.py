@@ -22,7 +22,7 @@ from srt.utils.model_error import ModelError
 from srt.utils.sharded_state import LOAD_FORMAT, ShardedIndex, files_besides_weights
 
 LOCK: Final = "saving.lock"
-"""In a folder while it is written."""
+"""Name of a file that a folder has while weights are saved to it."""
 
 
 class SaveBody(RequestBody):

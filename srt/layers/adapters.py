@@ -56,7 +56,7 @@ class StepAdapters(ABC):
         """Keep an adapter for rows to come. Called by any thread."""
 
     def recall(self, key: str) -> bool:
-        """Hold an adapter again of which a copy is kept beside the device; False if there is none. Called by any thread."""
+        """Load an adapter from the copy of it in the host's memory; False if there is no copy. Any thread may call."""
         return False
 
     @abstractmethod

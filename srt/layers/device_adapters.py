@@ -311,7 +311,7 @@ class HostCopies:
         return copy
 
     def pop(self, key: str) -> Tensor | None:
-        """Return the copy of this adapter, which no other thread gets until it is kept again; None if there is none."""
+        """Take out the copy of this adapter, so that no other thread gets it before `keep`; None if there is none."""
         with self._lock:
             return self._copies.pop(key, None)
 

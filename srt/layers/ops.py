@@ -95,7 +95,7 @@ class LayerOps:
 
     experts: ExpertOps = TORCH_EXPERT_OPS
     norms_while_summing: bool = True
-    """Whether the launch that sums over ranks may norm its sum: it adds the squares in another order than a norm by itself."""
+    """Whether one kernel may sum over ranks and norm the sum. It adds the squares in another order than a norm by itself."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Return x / rms(x) * weight over the last dimension, with the root mean square in float32."""

@@ -61,7 +61,7 @@ class _Block:
 
     @property
     def is_stored_as_used(self) -> bool:
-        """Whether the file has the bytes of the target, which is in the host's memory."""
+        """Whether the block can be read into its target as it is: both have the same bytes, and the target is in the host's memory."""
         target = self.target
         return (
             self.quantise is None
