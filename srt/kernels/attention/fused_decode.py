@@ -115,8 +115,6 @@ def fused_decode_kernel(
         k_ptr, v_ptr, pages_ptr, begin + columns, old_end, kv_head,
         k_location_stride, v_location_stride, HEAD_DIM, PAGE_SIZE,
     )  # fmt: skip
-    cos = tl.load(cos_ptr + row * HALF + pairs)
-    sin = tl.load(sin_ptr + row * HALF + pairs)
     location = tl.load(locations_ptr + row).to(tl.int64)
     if HAS_NORM:
         q_weight_1 = tl.load(q_weight_ptr + pairs).to(tl.float32)
@@ -129,6 +127,9 @@ def fused_decode_kernel(
             )  # fmt: skip
     wait_for_inputs(PDL)
 
+    # The angles are those of a dependent launch, which may still run before the wait.
+    cos = tl.load(cos_ptr + row * HALF + pairs)
+    sin = tl.load(sin_ptr + row * HALF + pairs)
     packed = qkv_ptr + row * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     in_group = (heads < GROUP)[:, None]
     queries = packed + (kv_head * GROUP + heads)[:, None] * HEAD_DIM + pairs[None, :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from srt.kernels.attention import fused_decode as kernels
 from srt.kernels.attention.decode_attention import DecodeScratch
 from srt.kernels.attention.fused_decode import fused_decode
 from srt.kernels.attention.paged_kv import PagedKV
@@ -58,3 +59,35 @@ def test_it_is_norm_rotation_storing_and_attention(
     for got, wanted in ((world.kv.k_buffer, expected_kv.k_buffer), (world.kv.v_buffer, expected_kv.v_buffer)):
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert not scratch.arrived.any()
+
+
+def test_what_earlier_dependent_launches_write_is_read_behind_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection and the angles: their kernels may still run when this one starts."""
+    torch.manual_seed(0)
+    world = make_paged_world([3, 70], 1, 64, 16, torch.float32)
+    last = world.seq_lens - 1
+    pages = world.kv.page_table[world.req_pool_indices, last // 16].long()
+    qkv = torch.randn(2, 4 * 64)
+    rotation = TORCH_OPS.angles(last, torch.rand(32), 1.0)
+    late = [qkv, rotation.cos, rotation.sin]
+    written = [one.clone() for one in late]
+
+    def attended() -> torch.Tensor:
+        scratch = DecodeScratch.allocate(2, 2, 1, 2, 64, qkv.device)
+        memory = world.kv, world.req_pool_indices, world.seq_lens
+        return fused_decode(
+            qkv, None, EPS, rotation.cos, rotation.sin, pages * 16 + last % 16, *memory, 0.125, 2, scratch
+        )
+
+    def begin(pdl: object) -> None:
+        for one in late:
+            one.fill_(float("nan"))
+
+    def wait(pdl: object) -> None:
+        for one, values in zip(late, written, strict=True):
+            one.copy_(values)
+
+    expected = attended()
+    monkeypatch.setattr(kernels, "let_next_start", begin)
+    monkeypatch.setattr(kernels, "wait_for_inputs", wait)
+    assert torch.equal(attended(), expected)
