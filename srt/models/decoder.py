@@ -18,7 +18,7 @@ from srt.layers.moe.mixture import Mixture
 from srt.layers.norm import RMSNorm
 from srt.layers.ops import LayerOps, Norm, Rotation, Routed, Stream
 from srt.layers.rope import RotaryEmbedding
-from srt.models.stage_layers import note_input, stage_layers
+from srt.models.stage_layers import copy_received, note_input, stage_layers
 from srt.utils.layer_spec import Experts, FeedForward
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotation = self.rotary_emb(positions)
-        stream = Stream(self.embed_tokens(input_ids) if self._stage.is_first else batch.received)
+        stream = Stream(self.embed_tokens(input_ids) if self._stage.is_first else copy_received(batch))
         layers = cast("list[DecoderLayer]", list(self.layers))
         last = layers[-1]
         for number, (layer, following) in enumerate(pairwise(layers)):

@@ -20,7 +20,7 @@ from srt.layers.norm import RMSNorm, ShardedRMSNorm, make_norm
 from srt.layers.ops import LayerOps, Rotation, Stream
 from srt.layers.rope import RotaryEmbedding, rotate_part
 from srt.models.latent_attention import LatentSelfAttention
-from srt.models.stage_layers import note_input, stage_layers
+from srt.models.stage_layers import copy_received, note_input, stage_layers
 from srt.utils.layer_spec import Experts, FeedForward, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
@@ -234,7 +234,7 @@ class PlainDecoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         rotations = [rope(positions) for rope in self.rotary_embs]
-        stream = Stream(self._embed(input_ids) if self._stage.is_first else batch.received)
+        stream = Stream(self._embed(input_ids) if self._stage.is_first else copy_received(batch))
         *layers, last = self.layers
         for number, layer in enumerate(layers):
             note_input(number, stream, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from srt.layers.ops import TORCH_OPS, Stream
 from srt.utils.pipeline_stage import Stage
@@ -20,6 +20,15 @@ def stage_layers(stage: Stage, make: Callable[[int], nn.Module]) -> nn.ModuleLis
     for layer_id in stage.layers:
         layers.add_module(str(layer_id), make(layer_id))
     return layers
+
+
+def copy_received(batch: ForwardBatch) -> Tensor:
+    """Return a copy of the hidden states from the stage before: the stream that enters a stage behind the first.
+
+    Kernels of layers start before the ones before them have ended, and read at once what was written before the layers: lengths, tables,
+    and keys of earlier steps. So the launch in front of the first layer must wait for all earlier ones, as that of an embedding does.
+    """
+    return batch.received * 1  # by a kernel, which a graph launches sooner than a copy
 
 
 def note_input(layer: int, stream: Stream, batch: ForwardBatch) -> None:

@@ -245,8 +245,8 @@ def decode_attention_kernel(
     slot = tl.load(req_pool_indices_ptr + row).to(tl.int64)
     pages_ptr = page_table_ptr + slot * page_table_stride
     if PDL == EARLY:
-        # Lengths, tables and the KV of earlier steps can be read before the wait: the embedding is launched after everything that
-        # writes them, without a dependent launch, so it has ended before any kernel of a layer starts.
+        # Lengths, tables and the KV of earlier steps can be read before the wait: the embedding, or `copy_received` in a stage behind
+        # the first, is launched after everything that writes them, without a dependent launch. So it has ended before a layer starts.
         for block in range(begin, tl.minimum(end, begin + PREFETCHED), BLOCK_N):
             positions = tl.minimum(block + tl.arange(0, BLOCK_N), end - 1)
             pages = tl.load(pages_ptr + positions // PAGE_SIZE).to(tl.int64)

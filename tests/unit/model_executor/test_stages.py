@@ -8,6 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
@@ -119,6 +121,55 @@ def test_a_stage_holds_its_own_layers_alone(checkpoint: CheckpointFactory, tmp_p
     assert first[0] + last[0] == whole.loaded.weight_bytes
     assert first[1] == last[1] == whole.state.kv_bytes / 2
     assert first[2] == last[2] == whole.state.num_pages
+
+
+class Readers(TorchDispatchMode):
+    """Records the operators that run, and which of them read the memory that a stage has received."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.received: list[Tensor] = []
+        self.operators: list[tuple[str, bool]] = []
+        links: Any = pipeline.links
+        receive = links.receive_hidden
+
+        def receive_hidden(out: Tensor) -> None:
+            self.received.append(out)
+            receive(out)
+
+        links.receive_hidden = receive_hidden
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        memory = {one.untyped_storage().data_ptr() for one in self.received}
+        reads = [one for one in args if isinstance(one, Tensor) and one.untyped_storage().data_ptr() in memory]
+        if not func.is_view:
+            self.operators.append((str(func), bool(reads)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_behind_the_angles_a_stage_copies_what_it_has_received(
+    family: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """Kernels of layers start early and read what was written before: in front of them a launch must wait for all earlier ones."""
+    folder = checkpoint(family, num_layers=4)
+
+    def work(tp: TensorParallel, pipeline: Pipeline) -> list[tuple[str, bool]]:
+        runner = make_runner(folder, PAGE, tp, pipeline=pipeline)
+        if pipeline.stage == 0:
+            PlanDriver(runner, PAGE).run([Job([5, 6, 7], greedy(2))])
+            return []
+        readers = Readers(pipeline)
+        with readers:
+            PlanDriver(runner, PAGE).run([Job([5, 6, 7], greedy(2))])
+        return readers.operators
+
+    operators = run_stages(2, 1, tmp_path, work)[1]
+    launches = [name for name, reads in operators if reads or name in ("aten.cos.default", "aten.sin.default")]
+    assert {name for name, reads in operators if reads} == {"aten.mul.Tensor"}, "layers read the copy"
+    copies = [place for place, name in enumerate(launches) if name == "aten.mul.Tensor"]
+    assert len(copies) == 2, "one in each step"
+    assert all(launches[place - 1] == "aten.sin.default" for place in copies)
 
 
 class ToldWork:
