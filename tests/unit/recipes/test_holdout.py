@@ -97,9 +97,10 @@ def test_cases_of_new_patterns_have_no_wording_of_a_pattern_that_is_trained_on()
         assert new and not new & (known | trained)
 
 
-def test_the_table_is_of_the_weights_that_are_shipped() -> None:
-    table = (REPOSITORY / "recipes/tiny/results/evaluation.md").read_text("utf-8")
-    assert f"Weights {fingerprint(MODELS / 'tiny')}, draft {fingerprint(MODELS / 'tiny-draft')}." in table
+@pytest.mark.parametrize(("model", "file"), [("tiny", "evaluation.md"), ("tiny-moe", "moe-evaluation.md")])
+def test_the_table_is_of_the_weights_that_are_shipped(model: str, file: str) -> None:
+    table = (REPOSITORY / "recipes/tiny/results" / file).read_text("utf-8")
+    assert f"Weights {fingerprint(MODELS / model)}, draft {fingerprint(MODELS / 'tiny-draft')}." in table
 
 
 def test_the_same_seed_gives_the_same_cases() -> None:
