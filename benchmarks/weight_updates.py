@@ -1,10 +1,12 @@
 """GB/s of each way of updating a server's weights, beside the rate at which this machine copies memory.
 
-    python -m benchmarks.weight_updates [--model-path qwen3-0.6b] [--layers 6] [--rounds 3] [any option of the server]
+    python -m benchmarks.weight_updates [--model-path qwen3-0.6b] [--layers 6] [--rounds 3] [--ways group] [--trainer-gpu 1]
+                                        [any option of the server]
 
 The weights are random, of the shape in benchmarks/configs or of a checkpoint's config.json, and lie in the page cache. Every way replaces
 all of them, in a server that has nothing else to do; the best of the rounds counts. Afterwards the server must hold these weights to the
-bit, whichever way they came.
+bit, whichever way they came. With `--trainer-gpu` the trainer's weights are on that GPU, and also come over NCCL, beside which the rate
+of a copy from that GPU to the server's first one is shown.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from benchmarks import limits, models
-from srt.distributed.update_group import UpdateGroup
+from srt.distributed.update_group import Backend, UpdateGroup
 from srt.layers.ops_choice import layer_ops
 from srt.layers.weights import WeightPiece
 from srt.model_loader.loader import build_whole
@@ -45,6 +47,8 @@ def main() -> int:
     parser.add_argument("--model-path", default="qwen3-0.6b", help="a shape in benchmarks/configs, or any model")
     parser.add_argument("--layers", type=int, help="keep so many layers of it")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", default="", help="only those with this word in their name")
+    parser.add_argument("--trainer-gpu", type=int, help="GPU of a trainer that sends over NCCL; the server's is 0")
     parser.add_argument("--jsonl", help="append the result to this file")
     options, server_options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,7 +56,7 @@ def main() -> int:
         for seed, folder in enumerate(folders):
             write_checkpoint(Path(models.folder_of(options.model_path)), folder, seed, options.layers)
         args = parse_args(["--model-path", str(folders[0]), *server_options])
-        figures = measure(args, folders, Path(scratch), options.rounds)
+        figures = measure(args, folders, Path(scratch), options)
     record = {"benchmark": "weight_updates", "model": options.model_path, "layers": options.layers}
     limits.write_jsonl(options.jsonl, {**record, "options": server_options, "ways": figures, **limits.versions()})
     return 0
@@ -78,21 +82,30 @@ def write_checkpoint(shape: Path, folder: Path, seed: int, num_layers: int | Non
     save_file(tensors, folder / "model.safetensors")
 
 
-def measure(args: ServerArgs, folders: list[Path], scratch: Path, rounds: int) -> list[dict[str, object]]:
+def measure(
+    args: ServerArgs, folders: list[Path], scratch: Path, options: argparse.Namespace
+) -> list[dict[str, object]]:
     """Print the table, and return its rows."""
+    rounds, trainer_gpu = options.rounds, options.trainer_gpu
     given = {name: value for name, value in asdict(args).items() if value != getattr(type(args)(), name)}
     copy_rate = measured_copy_rate()
     num_bytes = (folders[0] / "model.safetensors").stat().st_size
     figures: list[dict[str, object]] = []
-    with Runtime(**given) as runtime, Trainer(runtime, args.tp_size) as trainer:
+    with Runtime(**given) as runtime, Trainer(runtime, args.tp_size, trainer_gpu) as trainer:
         print(
             f"{limits.versions()}; {num_bytes / 1e9:.2f} GB of weights; a copy in the host's memory: {copy_rate:.1f} GB/s"
         )
         if torch.cuda.is_available() and args.device != "cpu":
-            print(f"{torch.cuda.get_device_name()}; a copy to it from pinned memory: {measured_upload_rate():.1f} GB/s")
+            rate = measured_upload_rate(torch.ones(COPIED_BYTES, dtype=torch.uint8).pin_memory())
+            print(f"{torch.cuda.get_device_name(0)}; a copy to it from pinned memory: {rate:.1f} GB/s")
+        if trainer_gpu is not None:
+            rate = measured_upload_rate(torch.ones(COPIED_BYTES, dtype=torch.uint8, device=f"cuda:{trainer_gpu}"))
+            print(f"a copy to it from GPU {trainer_gpu}: {rate:.1f} GB/s")
         print("way                                        s     GB/s   of the copy's")
         expected: dict[int, object] = {}
         for name, ways in ways_of(runtime, trainer, args, folders, scratch).items():
+            if options.ways not in name:
+                continue
             best_s = min(timed(way) for _ in range(rounds - 1) for _, way in ways) if rounds > 1 else float("inf")
             for index, way in ways:
                 best_s = min(best_s, timed(way))
@@ -128,11 +141,16 @@ def ways_of(
     tensors = [trainer.read(folder) for folder in folders]
     bodies = [[save(part) for part in in_parts(one)] for one in tensors]
     ways["from tensors in the host's memory"] = [(n, partial(send_bodies, runtime, bodies[n])) for n in order]
-    ways["from a process group (gloo)"] = [
-        (n, partial(trainer.send, tensors[n], list(tensors[n].values()))) for n in order
-    ]
-    buckets = [torch.cat([one.view(-1).view(torch.uint8) for one in of.values()]) for of in tensors]
-    ways["from a process group, one bucket"] = [(n, partial(trainer.send, tensors[n], [buckets[n]])) for n in order]
+    for backend, device in trainer.devices.items():
+        on_device = [{name: one.to(device) for name, one in of.items()} for of in tensors]
+        send = partial(trainer.send, backend)
+        ways[f"from a process group ({backend})"] = [
+            (n, partial(send, on_device[n], list(on_device[n].values()))) for n in order
+        ]
+        buckets = [torch.cat([one.view(-1).view(torch.uint8) for one in of.values()]) for of in on_device]
+        ways[f"from a process group ({backend}), one bucket"] = [
+            (n, partial(send, on_device[n], [buckets[n]])) for n in order
+        ]
     return ways
 
 
@@ -161,40 +179,48 @@ def in_parts(tensors: Tensors) -> Iterator[Tensors]:
 
 
 class Trainer:
-    """Rank 0 of a group with the server's ranks, in this process."""
+    """Rank 0 of groups with the server's ranks, in this process: one over gloo, and one over NCCL if it has a GPU."""
 
-    def __init__(self, runtime: Runtime, num_ranks: int) -> None:
+    def __init__(self, runtime: Runtime, num_ranks: int, gpu: int | None) -> None:
         self._runtime = runtime
         self._pool = ThreadPoolExecutor(1)
+        self.devices: dict[Backend, torch.device] = {"gloo": CPU}
+        if gpu is not None:
+            self.devices["nccl"] = torch.device("cuda", gpu)
+            torch.cuda.set_device(gpu)  # for all that NCCL does in this thread
+        self._groups = {backend: self._meet(num_ranks, backend) for backend in self.devices}
+
+    def _meet(self, num_ranks: int, backend: Backend) -> UpdateGroup:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = int(one.getsockname()[1])
-        joining = self._pool.submit(
-            runtime.init_weights_update_group, "127.0.0.1", port, 1, num_ranks + 1, backend="gloo"
-        )
-        self._group = UpdateGroup("127.0.0.1", port, 0, num_ranks + 1)
+        place = "127.0.0.1", port, 1, num_ranks + 1, backend
+        joining = self._pool.submit(self._runtime.init_weights_update_group, *place, backend)
+        group = UpdateGroup("127.0.0.1", port, 0, num_ranks + 1, backend, backend)
         joining.result()
+        return group
 
     def read(self, folder: Path) -> Tensors:
         return load_file(folder / "model.safetensors")
 
-    def send(self, tensors: Tensors, sent: list[Tensor]) -> None:
-        """Send the tensors as they are, or as one."""
+    def send(self, backend: Backend, tensors: Tensors, sent: list[Tensor]) -> None:
+        """Send the tensors as they are, or as one, over one of the groups."""
         names, shapes = list(tensors), [list(one.shape) for one in tensors.values()]
         dtypes = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
         form = "flattened_bucket" if len(sent) < len(tensors) else None
         receiving = self._pool.submit(
-            self._runtime.update_weights_from_distributed, names, dtypes, shapes, load_format=form
+            self._runtime.update_weights_from_distributed, names, dtypes, shapes, backend, load_format=form
         )
-        self._group.broadcast(sent)
+        self._groups[backend].broadcast(sent)
         receiving.result()
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._runtime.destroy_weights_update_group()
-        self._group.close()
+        for backend, group in self._groups.items():
+            self._runtime.destroy_weights_update_group(backend)
+            group.close()
         self._pool.shutdown()
 
 
@@ -210,18 +236,23 @@ def measured_copy_rate() -> float:
     return COPIED_BYTES / best_s / 1e9
 
 
-def measured_upload_rate() -> float:
-    """Return how many GB a second reach the GPU from pinned memory, the best of several times."""
-    source = torch.ones(COPIED_BYTES, dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(source, device="cuda")
+def measured_upload_rate(source: Tensor) -> float:
+    """Return how many GB a second reach the first GPU from where these bytes are, the best of several times."""
+    target = torch.empty_like(source, device="cuda:0")
     best_s = float("inf")
     for _ in range(8):
-        torch.cuda.synchronize()
+        synchronize(source, target)
         begin_s = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        synchronize(source, target)
         best_s = min(best_s, time.perf_counter() - begin_s)
     return COPIED_BYTES / best_s / 1e9
+
+
+def synchronize(*tensors: Tensor) -> None:
+    for one in tensors:
+        if one.is_cuda:
+            torch.cuda.synchronize(one.device)
 
 
 if __name__ == "__main__":
