@@ -20,8 +20,11 @@ from tests.support.server_process import END_S, ServerProcess
 
 pytestmark = pytest.mark.e2e
 
-LENGTH = 150  # of which some are drawn before an update and some behind it
+LENGTH = 40
+NUM_BEHIND = 20
+"""Tokens of another request, beside which those that run draw about as many."""
 GREEDY = {"temperature": 0, "max_new_tokens": LENGTH, "ignore_eos": True}
+ENDLESS = {**GREEDY, "max_new_tokens": 4000}
 PROMPTS = [[7, 8, 9, number] for number in range(3)]
 
 
@@ -45,12 +48,14 @@ def folders(checkpoint: CheckpointFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def expected(folders: list[Path]) -> list[list[list[int]]]:
     """The tokens of each checkpoint for the prompts."""
-    found = []
-    for folder in folders:
-        jobs = [Job(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-        PlanDriver(make_runner(folder, 16, dtype="float32"), 16).run(jobs)
-        found.append([job.outputs for job in jobs])
-    return found
+    return [[said(folder, prompt, LENGTH) for prompt in PROMPTS] for folder in folders]
+
+
+def said(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """So many tokens of a checkpoint."""
+    job = Job(prompt, greedy(count))
+    PlanDriver(make_runner(folder, 16, dtype="float32"), 16).run([job])
+    return job.outputs
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -68,25 +73,34 @@ def answers(server: ServerProcess, version: str) -> list[list[int]]:
 
 
 def under_load(server: ServerProcess, action: Any) -> list[dict[str, Any]]:
-    """Run the prompts, do something when each has a token, and return the last chunk of each."""
-    all_begun = Trigger(len(PROMPTS), action)
+    """Run the prompts without an end, do something when each has a token, end them later, and return the last chunk of each."""
     url = server.wait_ready()
+
+    def act() -> None:
+        action()
+        beside = {"input_ids": [5, 6], "sampling_params": {**GREEDY, "max_new_tokens": NUM_BEHIND}}
+        assert post(server, "/generate", beside).status_code == 200
+        assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
+
+    all_begun = Trigger(len(PROMPTS), act)
 
     def one(prompt: list[int]) -> dict[str, Any]:
         first = Trigger(1, all_begun)
-        return streamed(url, {"input_ids": prompt, "sampling_params": GREEDY}, first)[0]
+        return streamed(url, {"input_ids": prompt, "sampling_params": ENDLESS}, first)[0]
 
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         return list(pool.map(one, PROMPTS))
 
 
-def check_continued(server: ServerProcess, chunk: dict[str, Any], prompt: list[int], old: list[int]) -> None:
+def check_continued(server: ServerProcess, chunk: dict[str, Any], prompt: list[int], old: Path) -> None:
     """The output begins as the old weights' and goes on as the new ones would behind what there was."""
     ids = chunk["output_ids"]
-    kept = next((n for n, (one, other) in enumerate(zip(ids, old, strict=True)) if one != other), LENGTH)
-    rest = {**GREEDY, "max_new_tokens": LENGTH - kept}
+    before = said(old, prompt, len(ids))
+    kept = next((n for n, (one, other) in enumerate(zip(ids, before, strict=True)) if one != other), len(ids))
+    assert 0 < kept < len(ids) < ENDLESS["max_new_tokens"]
+    rest = {**GREEDY, "max_new_tokens": len(ids) - kept}
     again = post(server, "/generate", {"input_ids": prompt + ids[:kept], "sampling_params": rest}).json()
-    assert 0 < kept < LENGTH and again["output_ids"] == ids[kept:]
+    assert again["output_ids"] == ids[kept:]
 
 
 def test_running_requests_go_on_with_the_new_weights(
@@ -96,9 +110,9 @@ def test_running_requests_go_on_with_the_new_weights(
     done: list[httpx.Response] = []
     chunks = under_load(server, lambda: done.append(update(server, folders[1], weight_version="one")))
     assert done[0].status_code == 200 and done[0].json()["num_paused_requests"] > 0, done[0].text
-    for chunk, prompt, old in zip(chunks, PROMPTS, expected[0], strict=True):
+    for chunk, prompt in zip(chunks, PROMPTS, strict=True):
         assert chunk["meta_info"]["weight_version"] == "one"
-        check_continued(server, chunk, prompt, old)
+        check_continued(server, chunk, prompt, folders[0])
     assert answers(server, "one") == expected[1]
 
 
@@ -107,9 +121,10 @@ def test_an_update_may_end_what_runs(
 ) -> None:
     before = answers(server, update(server, folders[0], weight_version="zero").json()["success"] and "zero")
     chunks = under_load(server, lambda: update(server, folders[1], weight_version="one", abort_all_requests=True))
-    for chunk, old in zip(chunks, before, strict=True):
+    for chunk, prompt in zip(chunks, PROMPTS, strict=True):
         ids = chunk["output_ids"]
-        assert chunk["meta_info"]["finish_reason"]["type"] == "abort" and ids == old[: len(ids)]
+        assert chunk["meta_info"]["finish_reason"]["type"] == "abort"
+        assert chunk["meta_info"]["weight_version"] == "zero" and ids == said(folders[0], prompt, len(ids))
     assert (before, answers(server, "one")) == (expected[0], expected[1])
 
 
