@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from srt.layers.linear import LinearLayer
 from srt.layers.ops import Affine, LayerOps
-from srt.layers.quantization.weight import IntegerMatrix, LinearWeight, NumberForm, Place
+from srt.layers.quantization.weight import Float8Matrix, IntegerMatrix, LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 
 if TYPE_CHECKING:
@@ -132,6 +132,10 @@ class AdaptedWeight(LinearWeight):
     @property
     def integer_matrix(self) -> IntegerMatrix | None:
         return self.inner.integer_matrix if self._is_bare else None
+
+    @property
+    def float8_matrix(self) -> Float8Matrix | None:
+        return self.inner.float8_matrix if self._is_bare else None
 
     @property
     def number_form(self) -> NumberForm | None:

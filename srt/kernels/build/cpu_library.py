@@ -31,9 +31,9 @@ UNITS: Final = {
 
 NAME: Final = "decode_step.so"
 OPTIONS: Final = (
-    "-std=c++17", "-O3", "-mavx2", "-mfma", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
+    "-std=c++17", "-O3", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-psabi",
 )  # fmt: skip
-FEATURES: Final = {"avx2", "fma"}
+FEATURES: Final = {"avx2", "fma", "f16c"}
 """What a processor must support; every x86 processor since 2015 does. Others use PyTorch's operations."""
 
 

@@ -145,10 +145,10 @@ public:
             case QKV: return chunks_of(layer.qkv);
             case KEYS: return shares_slots_ ? int(rows_.num_rows * model_.heads.num_kv_heads) : 0;
             case ATTENTION: return int(int64_t(runs_.size() - 1) * model_.heads.num_kv_heads);
-            case ROUND_ATTENDED: return layer.o.kind == Kind::INT8 ? int(rows_.num_rows) : 0;
+            case ROUND_ATTENDED: return rounds_inputs(layer.o) ? int(rows_.num_rows) : 0;
             case O: return chunks_of(layer.o);
             case GATE_UP: return chunks_of(half_of(layer.gate_up));
-            case ROUND_ACTIVATED: return layer.down.kind == Kind::INT8 ? int(rows_.num_rows) : 0;
+            case ROUND_ACTIVATED: return rounds_inputs(layer.down) ? int(rows_.num_rows) : 0;
             case DOWN: return chunks_of(layer.down);
             default: return int(rows_.num_rows);
         }
@@ -247,12 +247,15 @@ private:
     void norm_row(int64_t row, const float* weight, const Matrix& next) {
         const int64_t size = model_.hidden_size;
         norm(&buffers_.hidden[row * size], weight, size, model_.eps, &buffers_.normed[row * size]);
-        if (next.kind == Kind::INT8) round(buffers_.normed.data(), row, next);
+        if (rounds_inputs(next)) round(buffers_.normed.data(), row, next);
     }
 
-    // Round a row of the next product's input to integers.
-    void round(const float* x, int64_t row, const Matrix& next) {
+    static bool rounds_inputs(const Matrix& matrix) { return matrix.kind == Kind::INT8 || (matrix.kind == Kind::E4M3 && matrix.rounded); }
+
+    // Round a row of the next product's input: to integers, or in place to numbers of type e4m3.
+    void round(float* x, int64_t row, const Matrix& next) {
         const int64_t size = next.num_inputs;
+        if (next.kind == Kind::E4M3) return round_to_e4m3(next, x + row * size);
         buffers_.scales[row] = round_row(x + row * size, size, next.most, &buffers_.numbers[row * size]);
     }
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from srt.layers.embedding import ParallelLMHead
     from srt.layers.linear import LinearLayer
-    from srt.layers.quantization.weight import IntegerMatrix, LinearWeight
+    from srt.layers.quantization.weight import Float8Matrix, IntegerMatrix, LinearWeight
     from srt.mem_cache.memory_pool import FeaturePool, MHATokenToKVPool, ReqToTokenPool
     from srt.model_executor.forward_batch_info import ForwardBatch
     from srt.models.causal_lm import CausalLM
     from srt.models.decoder import Decoder, DecoderLayer
     from srt.utils.model_config import ModelConfig
 
-KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """What embeddings, norms, keys and values can be."""
 MOST_ROWS: Final = 32
@@ -41,8 +41,8 @@ _PAIRED_LANES: Final = 2 * LANES
 
 class _Matrix(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("values", "bias", "scales")),
-        *((name, c_int64) for name in ("num_outputs", "num_inputs")),
+        *((name, c_void_p) for name in ("values", "bias", "scales", "input_scale")),
+        *((name, c_int64) for name in ("num_outputs", "num_inputs", "group", "rounded")),
         *((name, c_int32) for name in ("kind", "most")),
     )
 
@@ -227,6 +227,9 @@ class CpuDecodeStep:
         integers = linear.weight.integer_matrix
         if integers is not None:
             return _integer_matrix(integers, bias)
+        numbers = linear.weight.float8_matrix
+        if numbers is not None:
+            return _float8_matrix(numbers, bias)
         matrix = linear.affine.matrix
         assert matrix is not None, "`can_run` lets no other weights pass"
         return matrix_of(matrix, bias)
@@ -280,6 +283,8 @@ def _layers_of(decoder: Decoder) -> Sequence[DecoderLayer]:
 def _is_readable(weight: LinearWeight, dtype: torch.dtype) -> bool:
     if weight.integer_matrix is not None:
         return weight.shape[1] % _PAIRED_LANES == 0
+    if weight.float8_matrix is not None:
+        return weight.shape[1] % LANES == 0
     return weight.matrix is not None and _is_regular(weight.matrix, dtype)
 
 
@@ -288,7 +293,10 @@ def _is_regular(matrix: Tensor, dtype: torch.dtype) -> bool:
 
 
 def matrix_of(matrix: Tensor, bias: int | None) -> _Matrix:
-    return _Matrix(address_of(matrix), bias, None, *matrix.shape, KINDS[matrix.dtype], 0)
+    outputs, inputs = matrix.shape
+    return _Matrix(
+        values=address_of(matrix), bias=bias, num_outputs=outputs, num_inputs=inputs, kind=KINDS[matrix.dtype]
+    )
 
 
 def _integer_matrix(integers: IntegerMatrix, bias: int | None) -> _Matrix:
@@ -296,7 +304,16 @@ def _integer_matrix(integers: IntegerMatrix, bias: int | None) -> _Matrix:
     numbers, scales, rounds_inputs = integers
     largest_sum, products = 2**31 - 1, numbers.shape[1] // LANES
     most = 127 if rounds_inputs else min(2**15 - 1, largest_sum // (128 * products))
-    return _Matrix(address_of(numbers), bias, address_of(scales), *numbers.shape, KINDS[torch.int8], most)
+    matrix = matrix_of(numbers, bias)
+    matrix.scales, matrix.most = address_of(scales), most
+    return matrix
+
+
+def _float8_matrix(weight: Float8Matrix, bias: int | None) -> _Matrix:
+    matrix = matrix_of(weight.numbers, bias)
+    matrix.scales, matrix.group, matrix.rounded = address_of(weight.scales), weight.group_size, weight.rounded_inputs
+    matrix.input_scale = None if weight.input_scale is None else address_of(weight.input_scale)
+    return matrix
 
 
 def _rows_of(batch: ForwardBatch, out: Tensor) -> _Rows:

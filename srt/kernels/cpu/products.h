@@ -13,14 +13,17 @@
 
 namespace srt {
 
-enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, E4M3 = 3 };
 
 struct Matrix {
-    const void* values;   // [outputs, inputs]
-    const float* bias;    // [outputs], or null
-    const float* scales;  // INT8: [outputs], by which a row's integers are multiplied
+    const void* values;        // [outputs, inputs]
+    const float* bias;         // [outputs], or null
+    const float* scales;       // INT8: [outputs], by which a row's integers are multiplied; E4M3: [groups of inputs, outputs]
+    const float* input_scale;  // E4M3: by which inputs are divided before they are rounded; null: chosen by the largest
     int64_t num_outputs;
     int64_t num_inputs;  // a multiple of LANES; INT8: of 2 * LANES
+    int64_t group;       // E4M3: inputs that share a scale, a multiple of LANES
+    int64_t rounded;     // E4M3: inputs that are rounded by the largest of them, a multiple of LANES; 0: they stay as they are
     Kind kind;
     int32_t most;  // INT8: what a row's largest input becomes. No sum of products overflows 32 bits.
 };
@@ -53,6 +56,37 @@ inline float round_row(const float* x, int64_t size, int32_t most, int16_t* numb
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers + i), packed);
     }
     return scale + sum(checked);
+}
+
+constexpr float LARGEST_E4M3 = 448;
+
+// Round numbers to the nearest of type e4m3, ties to even; those beyond the largest become it.
+inline Floats rounded_to_e4m3(Floats x) {
+    const Floats most = fill(LARGEST_E4M3);
+    x = x > most ? most : x < -most ? -most : x;
+    const Ints bits = (Ints)x, sign = bits & int32_t(0x80000000), size = bits & 0x7fffffff;
+    const Ints normal = (size + 0x7ffff + ((size >> 20) & 1)) & ~0xfffff;
+    const Floats shifter = fill(24576.0f);  // adding 1.5 * 2^14 rounds to a multiple of 2^-9, the smallest number
+    const Ints subnormal = (Ints)(((Floats)size + shifter) - shifter);
+    return (Floats)(sign | ((Floats)size < fill(0.015625f) ? subnormal : normal));
+}
+
+// Round a row to numbers of type e4m3 times a scale for each `matrix.rounded` of them; NaNs if one of them is infinite or a NaN.
+inline void round_to_e4m3(const Matrix& matrix, float* x) {
+    for (int64_t begin = 0; begin < matrix.num_inputs; begin += matrix.rounded) {
+        const int64_t end = begin + matrix.rounded < matrix.num_inputs ? begin + matrix.rounded : matrix.num_inputs;
+        Floats largest = fill(0.0f), checked = fill(0.0f);
+        for (int64_t i = begin; i < end; i += LANES) {
+            const Floats values = load(x + i), sizes = values < fill(0.0f) ? -values : values;
+            largest = sizes > largest ? sizes : largest;
+            checked += values * fill(0.0f);
+        }
+        float top = 0.0f;
+        for (int lane = 0; lane < LANES; lane++) top = largest[lane] > top ? largest[lane] : top;
+        const float scale = matrix.input_scale ? *matrix.input_scale : std::fmax(top / LARGEST_E4M3, 1e-12f);
+        const Floats factor = fill(scale + sum(checked));
+        for (int64_t i = begin; i < end; i += LANES) store(x + i, rounded_to_e4m3(load(x + i) / fill(scale)) * factor);
+    }
 }
 
 constexpr int64_t AHEAD = 4096;  // bytes: the processor by itself does not foresee that a tile's outputs, and then the next tile's, follow
@@ -101,6 +135,32 @@ inline void multiply_floats(const Matrix& matrix, int64_t output, const Inputs& 
     for (int r = 0; r < NUM_ROWS; r++) sum_all<NUM_OUTPUTS>(sums[r], out[r]);
 }
 
+// The same with numbers of type e4m3, which are multiplied by their scales as they are read.
+template <int NUM_ROWS, int NUM_OUTPUTS>
+inline void multiply_e4m3(const Matrix& matrix, int64_t output, const Inputs& x, int64_t row, float (*out)[OUTPUTS]) {
+    const int64_t n = matrix.num_inputs;
+    const E4M3* weight = static_cast<const E4M3*>(matrix.values) + output * n;
+    const float *from = x.floats + row * n, *scales = matrix.scales + output;
+    Floats sums[NUM_ROWS][NUM_OUTPUTS];
+    for (auto& of_row : sums)
+        for (Floats& sum : of_row) sum = fill(0.0f);
+    for (int64_t begin = 0; begin < n; begin += matrix.group, scales += matrix.num_outputs) {
+        const int64_t end = begin + matrix.group < n ? begin + matrix.group : n;
+        Floats factors[NUM_OUTPUTS];
+        for (int o = 0; o < NUM_OUTPUTS; o++) factors[o] = fill(scales[o] * E4M3_FACTOR);
+        for (int64_t i = begin; i < end; i += LANES) {
+            prefetch<NUM_OUTPUTS, LANES>(weight, i, row);
+            Floats inputs[NUM_ROWS];
+            for (int r = 0; r < NUM_ROWS; r++) inputs[r] = load(from + r * n + i);
+            for (int o = 0; o < NUM_OUTPUTS; o++) {
+                const Floats w = load(weight + o * n + i) * factors[o];
+                for (int r = 0; r < NUM_ROWS; r++) sums[r][o] += w * inputs[r];
+            }
+        }
+    }
+    for (int r = 0; r < NUM_ROWS; r++) sum_all<NUM_OUTPUTS>(sums[r], out[r]);
+}
+
 // The same with integers: exact sums, then both scales.
 template <int NUM_ROWS, int NUM_OUTPUTS>
 inline void multiply_integers(const Matrix& matrix, int64_t output, const Inputs& x, int64_t row, float (*out)[OUTPUTS]) {
@@ -130,6 +190,7 @@ inline void multiply_integers(const Matrix& matrix, int64_t output, const Inputs
 template <int NUM_ROWS, int NUM_OUTPUTS, class Weight>
 inline void multiply_tile(const Matrix& matrix, int64_t output, const Inputs& x, int64_t row, float (*out)[OUTPUTS]) {
     if constexpr (std::is_same_v<Weight, int8_t>) multiply_integers<NUM_ROWS, NUM_OUTPUTS>(matrix, output, x, row, out);
+    else if constexpr (std::is_same_v<Weight, E4M3>) multiply_e4m3<NUM_ROWS, NUM_OUTPUTS>(matrix, output, x, row, out);
     else multiply_floats<NUM_ROWS, NUM_OUTPUTS, Weight>(matrix, output, x, row, out);
 }
 
@@ -167,6 +228,7 @@ inline void multiply(const Matrix& matrix, int64_t begin, const Inputs& x, int64
         case Kind::FLOAT32: return multiply_some<float>(matrix, begin, x, num_rows, use);
         case Kind::BFLOAT16: return multiply_some<BFloat16>(matrix, begin, x, num_rows, use);
         case Kind::INT8: return multiply_some<int8_t>(matrix, begin, x, num_rows, use);
+        case Kind::E4M3: return multiply_some<E4M3>(matrix, begin, x, num_rows, use);
     }
 }
 

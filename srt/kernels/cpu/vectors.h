@@ -17,6 +17,11 @@ struct BFloat16 {
     uint16_t bits;
 };
 
+// A number of 8 bits: sign, 4 of exponent, 3 of mantissa.
+struct E4M3 {
+    uint8_t bits;
+};
+
 inline Floats fill(float value) {
     return Floats{value, value, value, value, value, value, value, value};
 }
@@ -31,6 +36,14 @@ inline Floats load(const float* from) {
 inline Floats load(const BFloat16* from) {
     const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return (Floats)_mm256_slli_epi32(words, 16);
+}
+
+constexpr float E4M3_FACTOR = 256;  // what numbers lack that `load` makes of e4m3
+
+// The bits are moved to their places in numbers of 16 bits, whose exponents have another bias.
+inline Floats load(const E4M3* from) {
+    const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+    return (Floats)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(int16_t(0xbf80))));
 }
 
 inline void store(float* to, Floats values) {

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.quantization.cpu_products import from_e4m3
-from srt.layers.quantization.weight import LinearWeight, NumberForm, Place
+from srt.layers.quantization.weight import Float8Matrix, LinearWeight, NumberForm, Place
 from srt.layers.weights import WeightPiece
 from srt.utils.model_error import ModelError
 from srt.utils.quantization import FP8_BLOCK, WeightFormat
@@ -137,6 +137,12 @@ class Fp8Weight(LinearWeight):
     @property
     def packed_matrix(self) -> PackedMatrix | None:
         return None if self._product is None else self._product.matrix
+
+    @property
+    def float8_matrix(self) -> Float8Matrix:
+        rounded = {"none": 0, "group": FP8_BLOCK}.get(self._form.activations, self.shape[1])
+        input_scale = None if self.input_scales is None else self.input_scales.detach()
+        return Float8Matrix(self.values.detach(), self.scales.detach(), self._group_size, rounded, input_scale)
 
     @property
     def number_form(self) -> NumberForm:

@@ -56,6 +56,19 @@ class IntegerMatrix(NamedTuple):
     """Whether inputs become integers from -127 to 127 by the largest of their row. Else they stay as they are."""
 
 
+class Float8Matrix(NamedTuple):
+    """The weight as e4m3 numbers, and how its inputs are rounded to such numbers."""
+
+    numbers: Tensor  # [outputs, inputs] e4m3
+    scales: Tensor  # [groups, outputs] f32
+    group_size: int
+    """Inputs that share a scale."""
+    rounded_inputs: int
+    """Inputs that are rounded by the largest of them; 0: they stay as they are."""
+    input_scale: Tensor | None
+    """By which inputs are divided before they are rounded, [1, 1] f32; None: it is chosen by the largest."""
+
+
 NumberKind = Literal["e4m3", "mxfp4", "int4", "int8", "signed8"]
 
 
@@ -101,6 +114,11 @@ class LinearWeight(nn.Module):
     @property
     def integer_matrix(self) -> IntegerMatrix | None:
         """The weight as integers with a scale for each output, which a CPU's decode step reads; None if it is not stored so."""
+        return None
+
+    @property
+    def float8_matrix(self) -> Float8Matrix | None:
+        """The weight as e4m3 numbers with their scales, which a CPU's decode step reads; None if it is not stored so."""
         return None
 
     @property

@@ -98,12 +98,21 @@ def test_logits_keys_and_values_are_those_of_the_layers(
         runner.reset()
 
 
-@pytest.mark.parametrize(("name", "bound"), [("int8 weights", 2e-4), ("int8 channels and tokens", 0.02)])
+EIGHT_BITS = [
+    ("int8 weights", 2e-4),
+    ("int8 channels and tokens", 0.02),
+    *((name, 2e-4 if name in WEIGHT_ONLY else 0.05) for name in [*WEIGHT_ONLY, *WITH_INPUTS] if "fp8" in name),
+]
+
+
+@pytest.mark.parametrize(("name", "bound"), EIGHT_BITS)
 def test_weights_of_8_bits_are_multiplied_as_the_layers_do(
     name: str, bound: float, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:
-    """Where inputs are quantised too, one that lies between two integers may become either."""
-    stored, _ = write_quantised(checkpoint("qwen2", vocab_size=509), tmp_path, {**WEIGHT_ONLY, **WITH_INPUTS}[name])
+    """Where inputs are quantised too, one that lies between two numbers may become either."""
+    stored, _ = write_quantised(
+        checkpoint("qwen2", hidden_size=256, vocab_size=509), tmp_path, {**WEIGHT_ONLY, **WITH_INPUTS}[name]
+    )
     runner = make_runner(stored, PAGE_SIZE, dtype="float32")
     PlanDriver(runner, PAGE_SIZE).run(jobs(5))
     plain, compiled, _ = plain_and_compiled(runner, 5)
@@ -121,15 +130,16 @@ def test_with_int8_the_output_layer_is_quantised_as_well(dtype: str, checkpoint:
     assert (plain - compiled).abs().max() <= 10 * CLOSE[dtype] * float(plain.abs().max())
 
 
-def test_a_nan_is_not_lost_when_inputs_become_integers(checkpoint: CheckpointFactory) -> None:
-    runner = make_runner(checkpoint("llama", vocab_size=509), PAGE_SIZE, dtype="float32", quantization="int8")
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_nan_is_not_lost_when_inputs_are_rounded(quantization: str, checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("llama", vocab_size=509), PAGE_SIZE, dtype="float32", quantization=quantization)
     PlanDriver(runner, PAGE_SIZE).run(jobs(1))
     with torch.inference_mode():
         runner.loaded.our_model.model.embed_tokens.weight.fill_(float("nan"))
     assert new_step_logits(runner, 1).isnan().all()
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
 def test_a_row_has_the_same_bits_whatever_the_rows_beside_it(qwen3_checkpoint: Path, quantization: str | None) -> None:
     runner = make_runner(qwen3_checkpoint, PAGE_SIZE, dtype="float32", quantization=quantization)
     PlanDriver(runner, PAGE_SIZE).run(jobs(7))
