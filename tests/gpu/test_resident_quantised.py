@@ -42,7 +42,7 @@ MODELS = ["qwen3-0.6b", "qwen3-8b", "qwen3-14b", "llama"]
 WRONG = {
     "fp8": ("* ((const float*)scales)[at];", "* ((const float*)scales)[at ^ 1];"),
     "blocks": ("(at - output % SHARING)", "(output - output % SHARING)"),
-    "gptq": ("(BITS == 4 ? t % 2 : 0)", "0"),
+    "gptq": ("(summed + t % 2)", "summed"),
     "awq": ("zero = ((const short*)zeros)[at];", "zero = 8;"),
 }
 """What becomes of the source: scales of other outputs; of a line's first group; no zero points."""
@@ -63,11 +63,15 @@ def write_config(folder: Path, model: str, form: str) -> dict[str, Any]:
 def vary(runner: ModelRunner) -> None:
     """Vary norms and scales, which are alike in dummy weights, so that another's would be noticed; the same way in any dtype."""
     generator = torch.Generator(CUDA).manual_seed(5)
-    for name, parameter in runner.loaded.model.named_parameters():
+    model = runner.loaded.model
+    blocks = {
+        id(module.scales) for module in model.modules() if isinstance(module, Fp8Weight) and len(module.scales) > 1
+    }
+    for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("scales"):
             factors = torch.rand(parameter.shape, device=CUDA, generator=generator) + 0.5
-            if name.endswith("scales") and parameter.dtype is torch.float32 and len(parameter) > 1:
-                factors = factors[:, ::128].repeat_interleave(128, dim=1)  # of blocks, which keep one each
+            if id(parameter) in blocks:  # which keep one scale each
+                factors = factors[:, ::128].repeat_interleave(128, dim=1)
             parameter.copy_((parameter.bfloat16().float() * factors).bfloat16())
         elif parameter.dtype in (torch.float32, torch.bfloat16):
             parameter.copy_(parameter.bfloat16())
