@@ -11,8 +11,8 @@
 //
 // Only as many loads are in flight as keep the memory busy (IN_FLIGHT), because words wait behind weights.
 //
-// Weights have bfloat16, or e4m3 or 4-bit numbers (BITS), which become bfloat16 in registers. Those have a scale for each output, or for each
-// SCALE_INPUTS inputs of an output, which sums are multiplied by.
+// Weights have bfloat16, or e4m3 numbers, which become bfloat16 in registers, or 4-bit ones, which are multiplied as integers (BITS). Those of
+// 8 and 4 bits have a scale for each output, or for each SCALE_INPUTS inputs of an output, which sums are multiplied by.
 
 constexpr int WARPS = 15;  // warps that multiply and attend; one more loads. With more there would be too few registers
 constexpr int THREADS = 32 * WARPS;
@@ -49,6 +49,7 @@ constexpr int WIDEST = larger(larger(HIDDEN, QUERY_WIDTH), INNER);
 constexpr int X_PITCH = CHUNK / 8 + 4;  // words: of one lane's pairs of columns, in all groups of 8 columns of a chunk
 constexpr int X_SLICE = IS_PACKED ? CHUNK / 2 : 4 * X_PITCH;  // of a chunk's columns
 constexpr int X_ROW = WIDEST / CHUNK * X_SLICE;
+constexpr int LOW_BYTES = WIDEST + 32;  // begin in other banks than the high ones
 constexpr int MOST_CHUNKS = larger(larger(UNITS[PACKED] * SLICES[PACKED], UNITS[OUTPUT] * SLICES[OUTPUT]),
                                    larger(UNITS[GATES] * SLICES[GATES], UNITS[DOWN] * SLICES[DOWN]));
 
@@ -246,9 +247,14 @@ struct Memory {
   float squares[ROWS * WARPS];
   union __align__(IS_PACKED ? 128 : 16) {
     struct {
-      u32 x[ROWS * X_ROW];
+      union {
+        u32 x[ROWS * X_ROW];
+        char bytes[BITS == 4 ? LOW_BYTES + WIDEST : 1];  // of x as integers: the high ones, then the low ones
+      };
       float parts[MOST_CHUNKS * ROWS * UNIT];  // [chunk, row, UNIT]
-      float x_sums[BITS == 4 ? WIDEST / SUMMED : 1];
+#if BITS < 16
+      float2 factors[BITS == 4 ? 2 * WIDEST / SUMMED : 1];  // of x as integers; and what zero points of 8, or of 1, add
+#endif
     };
     Attention attention;
   };
@@ -360,6 +366,12 @@ __device__ __forceinline__ u32 product_of_pairs(u32 a, u32 b) {
   return result;
 }
 
+__device__ __forceinline__ u32 larger_of_pairs(u32 a, u32 b) {
+  u32 result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 // Two e4m3 numbers as bfloat16, divided by 2 ** 120: their bits are moved to the same places. x is multiplied by X_FACTOR in turn, so that
 // no product becomes too small.
 __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 selector) {
@@ -367,29 +379,41 @@ __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 selector) {
 }
 constexpr u32 FIRST_TWO = 0x9180, LAST_TWO = 0xB3A2;
 constexpr float X_FACTOR = BITS == 8 ? 0x1p64f : 1.0f;
-constexpr float PRODUCT_FACTOR = BITS == 8 ? 0x1p56f : 0x1p65f;
+constexpr float PRODUCT_FACTOR = 0x1p56f;
 
-// Two 4-bit numbers as bfloat16, divided by 2 ** 133 or, from the high halves of bytes, by 2 ** 129: their bits stay where they are. x is
-// multiplied by 2 ** 68 or 2 ** 64 in turn.
-__device__ __forceinline__ u32 from_low_halves(u32 bytes) { return bytes & 0x000F000F; }
-__device__ __forceinline__ u32 from_high_halves(u32 bytes) { return bytes & 0x00F000F0; }
-
-// Stores 4 columns of x, from column 4 * i on, where the lanes read them that multiply them: see `multiply`. Sums up x beside 4-bit numbers.
+#if BITS == 8
+// Stores 4 columns of x, from column 4 * i on, where the lanes read them that multiply them: see `multiply`.
 __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u32 high) {
-  const int line = i / (LINE_COLUMNS / 4), chunk = i % (LINE_COLUMNS / 4) / (LINE_COLUMNS / 32);
+  const int line = i / (LINE_COLUMNS / 4), chunk = i % (LINE_COLUMNS / 4) / (LINE_COLUMNS / 32), word = i % 4;
   u32* to = memory.x + line * (LINE_COLUMNS / 2) + chunk % 2 * (LINE_COLUMNS / 4) + chunk / 2 * 8;
-  if (BITS == 8) {
-    const int word = i % 4;
-    *(uint2*)(to + word % 2 * 4 + word / 2 * 2) = make_uint2(low, high);
-  } else {
-    const int word = i % 4, is_second = i / 4 % 2;
-    to += word / 2 * 32 + word % 2 * 2 + is_second;
-    const u32 factors = is_second ? 0x5F805F80 : 0x61806180;
-    to[0] = product_of_pairs(permuted(low, high, 0x5410), factors), to[4] = product_of_pairs(permuted(low, high, 0x7632), factors);
-    const float sum = sum_over(low_of(low) + high_of(low) + low_of(high) + high_of(high), 32);
-    if (threadIdx.x % 32 == 0) memory.x_sums[i / 32] = sum;
+  *(uint2*)(to + word % 2 * 4 + word / 2 * 2) = make_uint2(low, high);
+}
+#else
+// Stores 4 columns of x, from column 4 * i on, as integers. A warp has the SUMMED columns that share a factor, a power of two with which the
+// largest takes 15 bits with its sign: bfloat16 from 1 / 64 of it on are exact. Each is 256 times a byte and another byte, both with signs.
+__device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u32 high) {
+  const u32 both = larger_of_pairs(low & 0x7FFF7FFF, high & 0x7FFF7FFF);
+  u32 most = max(both & 0xFFFF, both >> 16);
+  asm("redux.sync.max.u32 %0, %1, 0xFFFFFFFF;" : "=r"(most) : "r"(most));
+  const u32 exponent = max(most >> 7, 14u);
+  const float factor = __uint_as_float(267 - exponent << 23);  // 2 ** (13 - the exponent without its bias)
+  constexpr float ROUNDING = 12582912 + 128;  // leaves an integer in the last bits, and 128 makes the low byte's rest positive
+  const u32 a = __float_as_uint(low_of(low) * factor + ROUNDING), b = __float_as_uint(high_of(low) * factor + ROUNDING);
+  const u32 c = __float_as_uint(low_of(high) * factor + ROUNDING), d = __float_as_uint(high_of(high) * factor + ROUNDING);
+  const u32 ab = permuted(a, b, 0x5140), cd = permuted(c, d, 0x5140);  // the low bytes, then the high ones
+  const u32 low_bytes = permuted(ab, cd, 0x5410) ^ 0x80808080, high_bytes = permuted(ab, cd, 0x7632);
+  char* to = memory.bytes + 4 * i;
+  *(u32*)to = high_bytes, *(u32*)(to + LOW_BYTES) = low_bytes;
+  int sum = __dp4a((int)high_bytes, 0x01010101, 0) * 256 + __dp4a((int)low_bytes, 0x01010101, 0);
+  asm("redux.sync.add.s32 %0, %1, 0xFFFFFFFF;" : "=r"(sum) : "r"(sum));
+  if (threadIdx.x % 32 == 0) {
+    const float scale = exponent == 255 ? __uint_as_float(0x7FC00000) : __uint_as_float(exponent - 13 << 23);
+    const float offset = scale * sum * (HAS_ZEROS ? 1 : 8);
+    // Of numbers in the low halves of bytes, and in the high ones, which are 16 times larger.
+    memory.factors[i / 32] = make_float2(scale, offset), memory.factors[WIDEST / SUMMED + i / 32] = make_float2(scale / 16, 0);
   }
 }
+#endif
 #else
 constexpr float X_FACTOR = 1;
 
@@ -508,6 +532,76 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
   }
 }
 
+#elif BITS == 4
+// Four integers of 8 bits in each word: without signs, and with.
+__device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+      : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
+}
+
+// Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
+//
+// Lane (row, t) reads 16 bytes of row `row` of a unit at a time: of a line's eight, those numbered 2 t, then 2 t + 1. Two words of them are the
+// operand of an instruction, which multiplies 16 rows of 32 bytes: the first 8 rows are the low halves of the bytes, and the other 8 the
+// high halves where they are. x is the other operand, with 8 columns: for low halves and high halves, for the two SUMMED columns of a line,
+// the high bytes and the low bytes of x. The columns for the line's first half are zero where t is 2 or 3, and those for the second where
+// t is 0 or 1. So of the low halves, lane t = 0 gets the sums of a line's first half, and t = 1 those of the second; of the high halves
+// t = 2 and t = 3. Other sums have no meaning.
+__device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int place) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+  const int slices = of<SLICES>(product), chunks = of<UNITS>(product) * slices, outputs = of<OUTPUTS>(product);
+  const bool has_x = row / 2 % 2 == t / 2;
+  const char* x = has_x ? memory.bytes + row % 2 * LOW_BYTES + row / 4 * 16 + t * 64 : (const char*)memory.nothing + (row < 4 ? 16 : 0);
+  const int x_line = has_x ? LINE_COLUMNS : 0, x_turn = has_x ? 32 : 0, x_slice = has_x ? CHUNK : 0;
+  const char* of_lane = memory.stages + row * LINE;
+  const int places[2] = {(2 * t ^ row) * 16, (2 * t + 1 ^ row) * 16};
+  const float2* factors = memory.factors + t % 2 + (t < 2 ? 0 : WIDEST / SUMMED);
+  int i = (warp + WARPS - begin % WARPS) % WARPS, stage = (begin + i) % STAGES, round = (begin + i) / STAGES;
+#pragma unroll 1
+  for (; i < chunks; i += WARPS) {
+    const int unit = product == OUTPUT ? i / SLICES[OUTPUT] : product == DOWN ? i / SLICES[DOWN] : i / SLICES[PACKED];
+    const int slice = i - unit * slices, half = product == GATES ? unit % 2 : 0;
+    const int output = (product == GATES ? unit / 2 : unit) * UNIT + row;
+    const char* scales = memory.scales[place] + of<SCALES_AT>(product) + half * SCALE_BOX[GATES];
+#if HAS_ZEROS
+    const char* zeros = memory.scales[place] + of<ZEROS_AT>(product) + half * ZERO_BOX[GATES];
+#endif
+    const u32 full = address_of(memory.full + stage), empty = address_of(memory.empty + stage);
+    const char* w = of_lane + stage * STAGE_BYTES;
+    const char* columns = x + slice * x_slice;
+    float total = 0;
+    if (round > 0) wait_for(empty, (round - 1) & 1);  // another warp may still read the previous chunk in this place
+    wait_for(full, round & 1);
+#pragma unroll
+    for (int line = 0; line < LINES; line++) {
+      int sums[4] = {};
+#pragma unroll
+      for (int turn = 0; turn < 2; turn++) {
+        const uint4 words = *(const uint4*)(w + line * UNIT * LINE + places[turn]);
+        const uint4 four = *(const uint4*)(columns + line * x_line + turn * x_turn);
+        multiply_bytes(sums, words.x & 0x0F0F0F0F, words.x & 0xF0F0F0F0, words.y & 0x0F0F0F0F, words.y & 0xF0F0F0F0, four.x, four.y);
+        multiply_bytes(sums, words.z & 0x0F0F0F0F, words.z & 0xF0F0F0F0, words.w & 0x0F0F0F0F, words.w & 0xF0F0F0F0, four.z, four.w);
+      }
+      const float sum = (float)(t < 2 ? sums[0] * 256 + sums[1] : sums[2] * 256 + sums[3]);
+      const int summed = (slice * LINES + line) * (LINE_COLUMNS / SUMMED);
+      const int at = (SCALE_INPUTS ? (summed + t % 2) / (SCALE_INPUTS ? SCALE_INPUTS / SUMMED : 1) : 0) * outputs + output;
+      const float2 factor = factors[summed];
+#if HAS_ZEROS
+      const float zero = ((const short*)zeros)[at];
+      total += float_of(((const u16*)scales)[at]) * (sum * factor.x - zero * factor.y);
+#else
+      total += float_of(((const u16*)scales)[at]) * (sum * factor.x - factor.y);
+#endif
+    }
+    __syncwarp();
+    if (lane == 0) arrive(empty);
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    if (t == 0) memory.parts[i * UNIT + row] = total;
+    if ((stage += WARPS) >= STAGES) stage -= STAGES, round++;
+  }
+}
 #else
 __device__ __forceinline__ void multiply_pairs(float (&sums)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -518,29 +612,23 @@ __device__ __forceinline__ void multiply_pairs(float (&sums)[4], u32 a, u32 b, u
 // Multiplies x with a program's chunks, which are in the ring from chunk `begin` on. Warps take the chunks in turn.
 //
 // Lane (row, t) reads 16 bytes of row `row` of a unit at a time: of a line's eight, those numbered 2 t, then 2 t + 1. They are the operand
-// of two instructions, or of four if they are 4-bit numbers. An instruction multiplies 16 rows; here the first 8 have some of the unit's
-// columns and the other 8 have others. x, as columns of the other operand, is there twice: column 0 has what belongs to the first 8 rows, and
-// column 1 what belongs to the others. A line of 4-bit numbers has twice SUMMED columns, so x is there four times: columns 0 and 1 are zero
-// where t is 2 or 3, and columns 2 and 3 where t is 0 or 1. So lanes with t = 0 get the sum of the line's first half, and lanes with t = 1 that
-// of the second. Other sums have no meaning.
+// of two instructions. An instruction multiplies 16 rows; here the first 8 have some of the unit's columns and the other 8 have others. x, as
+// columns of the other operand, is there twice: column 0 has what belongs to the first 8 rows, and column 1 what belongs to the others. So
+// lanes with t = 0 get the sum. Other sums have no meaning.
 __device__ __forceinline__ void multiply(Memory& memory, int product, int begin, int place) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
   const int chunks = of<UNITS>(product) * of<SLICES>(product), outputs = of<OUTPUTS>(product);
-  const bool has_x = BITS == 8 || row / 2 % 2 == t / 2;
-  const int operand = t * 2 + row % 2, pitch = has_x ? 8 : 0;  // in 16 bytes
+  const int operand = t * 2 + row % 2;  // in 16 bytes
 #pragma unroll 1
   for (int i = (warp + WARPS - begin % WARPS) % WARPS; i < chunks; i += WARPS) {
     const int stage = (begin + i) % STAGES, round = (begin + i) / STAGES;
     const int unit = product == OUTPUT ? i / SLICES[OUTPUT] : product == DOWN ? i / SLICES[DOWN] : i / SLICES[PACKED];
     const int slice = i - unit * of<SLICES>(product), half = product == GATES ? unit % 2 : 0;
     const char* scales = memory.scales[place] + of<SCALES_AT>(product) + half * SCALE_BOX[GATES];
-#if HAS_ZEROS
-    const char* zeros = memory.scales[place] + of<ZEROS_AT>(product) + half * ZERO_BOX[GATES];
-#endif
     const int output = (product == GATES ? unit / 2 : unit) * UNIT + row;
     const u32 full = address_of(memory.full + stage), empty = address_of(memory.empty + stage);
     const char* w = memory.stages + stage * STAGE_BYTES + row * LINE;
-    const uint4* x = (has_x ? (const uint4*)(memory.x + slice * X_SLICE) : memory.nothing) + operand;
+    const uint4* x = (const uint4*)(memory.x + slice * X_SLICE) + operand;
     float sums[2][4] = {}, total = 0;
     if (round > 0) wait_for(empty, (round - 1) & 1);  // another warp may still read the previous chunk in this place
     wait_for(full, round & 1);
@@ -549,44 +637,26 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
 #pragma unroll
       for (int turn = 0; turn < 2; turn++) {
         const uint4 words = *(const uint4*)(w + line * UNIT * LINE + ((2 * t + turn) ^ row) * 16);
-        if (BITS == 8) {
-          const uint4 columns = x[(2 * line + turn) * 8];
-          multiply_pairs(sums[0], from_e4m3(words.x, FIRST_TWO), from_e4m3(words.y, FIRST_TWO), from_e4m3(words.x, LAST_TWO),
-                         from_e4m3(words.y, LAST_TWO), columns.x, columns.y);
-          multiply_pairs(sums[1], from_e4m3(words.z, FIRST_TWO), from_e4m3(words.w, FIRST_TWO), from_e4m3(words.z, LAST_TWO),
-                         from_e4m3(words.w, LAST_TWO), columns.z, columns.w);
-        } else {
-          const uint4 first = x[(4 * line + 2 * turn) * pitch], second = x[(4 * line + 2 * turn + 1) * pitch];
-          const u32 four[4] = {words.x, words.y, words.z, words.w};
-          const u32 pairs[4][2] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            multiply_pairs(sums[j % 2], from_low_halves(four[j]), from_low_halves(four[j] >> 8), from_high_halves(four[j]),
-                           from_high_halves(four[j] >> 8), pairs[j][0], pairs[j][1]);
-          }
-        }
+        const uint4 columns = x[(2 * line + turn) * 8];
+        multiply_pairs(sums[0], from_e4m3(words.x, FIRST_TWO), from_e4m3(words.y, FIRST_TWO), from_e4m3(words.x, LAST_TWO),
+                       from_e4m3(words.y, LAST_TWO), columns.x, columns.y);
+        multiply_pairs(sums[1], from_e4m3(words.z, FIRST_TWO), from_e4m3(words.w, FIRST_TWO), from_e4m3(words.z, LAST_TWO),
+                       from_e4m3(words.w, LAST_TWO), columns.z, columns.w);
       }
-      if (BITS == 8 && !SCALE_INPUTS && line + 1 < LINES) continue;
+      if (!SCALE_INPUTS && line + 1 < LINES) continue;
       const float sum = (sums[0][0] + sums[1][0]) + (sums[0][3] + sums[1][3]);
 #pragma unroll
       for (int j = 0; j < 4; j++) sums[0][j] = sums[1][j] = 0;
-      const int summed = (slice * LINES + line) * (LINE_COLUMNS / SUMMED) + (BITS == 4 ? t % 2 : 0);
+      const int summed = (slice * LINES + line) * (LINE_COLUMNS / SUMMED);
       const int at = (SCALE_INPUTS ? summed / (SCALE_INPUTS ? SCALE_INPUTS / SUMMED : 1) : 0) * outputs + output;
       if (SHARING > 1) {
         total += sum * PRODUCT_FACTOR * *(const float*)(scales + (at - output % SHARING) * SCALE_ITEM);
-      } else if (BITS == 8) {
-        total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
       } else {
-        float zero = 8;
-#if HAS_ZEROS
-        zero = ((const short*)zeros)[at];
-#endif
-        total += float_of(((const u16*)scales)[at]) * (sum * PRODUCT_FACTOR - zero * memory.x_sums[summed]);
+        total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
       }
     }
     __syncwarp();
     if (lane == 0) arrive(empty);
-    if (BITS == 4) total += __shfl_xor_sync(~0u, total, 1);
     if (t == 0) memory.parts[i * UNIT + row] = total;
   }
 }

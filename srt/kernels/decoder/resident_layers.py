@@ -203,7 +203,9 @@ class ResidentVariant:
         packed = (self.query_width + 2 * self.kv_width) // _UNIT // self.programs
         columns = packed * self.hidden, of_hidden * self.query_width, 2 * of_inner * self.hidden, of_hidden * self.inner
         parts = 4 * max(columns) // self.chunk * self.rows * _UNIT
-        parts += 4 * (widest // _SUMMED if self.form.bits == 4 else 1)
+        if self.form.bits == 4:  # x as integers: bytes in other banks, and two factors of two numbers for each _SUMMED
+            x += 32
+            parts += 2 * 2 * 4 * widest // _SUMMED
         attending = _WARPS if self.group <= 2 or is_packed else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
         norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
