@@ -89,6 +89,8 @@ class GraphSpeculatingRunner(ModelRunner):
         elif self._launched and (len(self._launched) > 1 or self._hears_early(self._launched[0].output)):
             self._enter(self._launched.popleft())
         self._enter_changes(section)
+        if self._launched and self._lacks_room(slots):
+            self._enter_all()
         rows = structs.replace(section, admissions=[], pages=[])
         if len(rows.extend_slots):
             executed = super()._execute(rows)
@@ -132,6 +134,14 @@ class GraphSpeculatingRunner(ModelRunner):
         if section.admissions or any(len(delta.slots) for delta in section.pages):
             self.write_changes(section)
             self._drafter.enter_changes(section)
+
+    def _lacks_room(self, slots: Ints) -> bool:
+        """Return whether a row would have no position left if all drafts in flight were right.
+
+        Then the scheduler has heard already that some were wrong, or it would not have planned another step of the row.
+        """
+        lengths, room = self._planner.slots.lengths_and_room(slots)
+        return bool((lengths >= room).any())
 
     def _draft(self, slots: Ints, most: int) -> Ints:
         most = min(most, self._verifier.max_tokens // max(len(slots), 1) - 1)

@@ -41,10 +41,14 @@ class Answer:
 
 
 class WholeEngine:
-    """Runs requests to their end. A plan is executed when it is made, and its result is heard at once, or late: behind the next plan."""
+    """Runs requests to their end. A plan is executed when it is made, and its result is heard at once, or late: behind the next plan.
+
+    Two plans may be made at once. Set `hears_all` to hear both results before the next plan.
+    """
 
     def __init__(self, args: ServerArgs, runner: ModelRunner, hears_late: bool = False) -> None:
         self._hears_late = hears_late
+        self.hears_all = False
         self._runner = runner
         self._scheduler = Scheduler(args, protocol_hash())
         self._scheduler.handle(Worker(0), hello_of(0, args.page_size, runner), 0.0)
@@ -95,14 +99,14 @@ class WholeEngine:
             self.step()
 
     def step(self) -> None:
-        """Plan, execute, and hear one result."""
+        """Plan, execute, and hear one result, or all."""
         self._now += 0.01
         num_before = len(self._results)
         self._apply(self._scheduler.tick(self._now))
         self._scheduler.check()
         assert self.core.memory.tables_hash() == self._runner.inspect()["tables_hash"]
         is_ahead = self._hears_late and len(self._results) == 1 and not num_before
-        if self._results and not is_ahead:
+        for _ in range(len(self._results) if self.hears_all else int(bool(self._results) and not is_ahead)):
             step, output = self._results.popleft()
             rows = output.result()
             result = StepResult(step, rows.counts, rows.ids, 0, rows.logprobs, 1000)

@@ -118,24 +118,36 @@ def test_a_model_that_draws_alike_is_right_as_often(
 
 
 @pytest.mark.parametrize("noise", [0.0, NOISE])
+@pytest.mark.parametrize(("page_size", "hears_late"), [(4, True), (1, False)], ids=["both late", "the rank alone"])
 def test_steps_launched_before_lengths_are_known_change_no_answer(
-    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: float
+    checkpoint: CheckpointFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    noise: float,
+    page_size: int,
+    hears_late: bool,
 ) -> None:
-    """As on a GPU whose draws are not there yet when the next step is planned."""
+    """As on a GPU whose draws are not there yet when the next step is planned.
+
+    The scheduler may have heard of draws that this rank has not read yet, when it plans the last step of a row.
+    """
     folder = checkpoint("qwen3")
-    requests = [structs.replace(request, logprobs=LogprobSpec()) for request in requests_of(3, 12)]
-    plain, _ = engine_of(folder, 4, max_running_requests=3)
+    requests = [
+        structs.replace(request, logprobs=LogprobSpec()) for request in requests_of(3, 12 if hears_late else 24)
+    ]
+    plain, _ = engine_of(folder, 4, max_running_requests=3 if hears_late else 6)
     expected = answers_of(plain, requests)
     engine, runner = engine_of(
         folder,
-        4,
-        hears_late=True,
-        max_running_requests=3,
+        page_size,
+        hears_late,
+        max_running_requests=3 if hears_late else 6,
         capture=Recorder(),
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(noisy(folder, tmp_path / "noisy", noise)),
         speculative_num_draft_tokens=1 + MOST_DRAFTS,
     )
+    engine.hears_all = not hears_late
     num_ahead = 0
     draft_ahead = runner._drafter.draft_ahead
 
