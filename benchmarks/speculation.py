@@ -21,7 +21,8 @@ from benchmarks.decode_steps import WARM_UP, Steps, print_kernels
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.sampler import Draws
 from srt.model_executor.graph_speculation import GraphSpeculatingRunner
-from srt.model_executor.graphs.verify_runner import OFFSETS, SLOTS, VerifyRunner
+from srt.model_executor.graphs.verified_tokens import OFFSETS, SLOTS
+from srt.model_executor.graphs.verify_runner import VerifyRunner
 from srt.model_executor.loaded_model import resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner

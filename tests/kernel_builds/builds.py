@@ -42,6 +42,7 @@ from srt.kernels.build.jit import block_dim
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.elementwise.gather_decode import gather_decode_kernel, store_draws_kernel
 from srt.kernels.elementwise.gather_window import gather_window_kernel
+from srt.kernels.elementwise.verify_rows import accept_draws_kernel, gather_tokens_kernel
 from srt.kernels.sampling.ngram import BLOCK as NGRAM_BLOCK
 from srt.kernels.sampling.ngram import draft_ngrams_kernel
 from srt.kernels.sampling.token_masks import BLOCK as MASK_BLOCK
@@ -68,6 +69,8 @@ def all_builds(capability: int = HOPPER) -> list[KernelBuild]:
         _gather_decode(),
         _gather_window(),
         _store_draws(),
+        _gather_tokens(),
+        _accept_draws(),
         _find_shared(),
         _find_shares(),
     ]
@@ -188,6 +191,49 @@ def _store_draws() -> KernelBuild:
             **dict.fromkeys(("num_rows", "token_table_stride", "words_stride"), "i32"),
         },
         constants={"RING": 8, "BLOCK": 256},
+    )
+
+
+def _gather_tokens() -> KernelBuild:
+    draws = ("seeds", "top_ks")
+    integers = ("staged", "seq_lens", "ids", "positions", "token_lens", "locations", "prefix_lens")
+    doubles = ("top_ps", "min_ps", "token_top_ps", "token_min_ps")
+    counts = (
+        "num_tokens",
+        "staged_stride",
+        "group_stride",
+        "page_table_stride",
+        "token_table_stride",
+        "locations_stride",
+    )
+    return KernelBuild(
+        name="gather_tokens[2 groups]",
+        kernel=gather_tokens_kernel,
+        types={
+            **{f"{name}_ptr": "*i64" for name in (*integers, *draws, *(f"token_{name}" for name in draws))},
+            **{f"{name}_ptr": "*fp64" for name in doubles},
+            **dict.fromkeys(("page_tables_ptr", "token_table_ptr"), "*i32"),
+            **dict.fromkeys(("temperatures_ptr", "token_temperatures_ptr"), "*fp32"),
+            **dict.fromkeys(counts, "i32"),
+        },
+        constants={"GROUPS": 2, "PAGE_SIZE": 16, "BLOCK": 32},
+        options={"num_warps": 1},
+    )
+
+
+def _accept_draws() -> KernelBuild:
+    integers = ("staged", "ids", "seq_lens", "outcome")
+    return KernelBuild(
+        name="accept_draws[4]",
+        kernel=accept_draws_kernel,
+        types={
+            **{f"{name}_ptr": "*i64" for name in integers},
+            "values_ptr": "*fp32",
+            "token_table_ptr": "*i32",
+            **dict.fromkeys(("num_tokens", "dummy_slot", "staged_stride", "token_table_stride"), "i32"),
+        },
+        constants={"BLOCK": 4},
+        options={"num_warps": 1},
     )
 
 

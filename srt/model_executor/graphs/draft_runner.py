@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
-from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, NO_ROWS, RowTokens, Staged, TableDraws
+from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, NO_ROWS, RowTokens, Staged, TableDraws, TokenInputs
 from srt.model_executor.graphs.sized_graphs import SizedGraphs
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
@@ -91,8 +91,7 @@ class DraftRunner(SizedGraphs):
     def _draw(self, size: int, kind: SamplingKind, token_slots: torch.Tensor, token_positions: torch.Tensor) -> None:
         """Compute these tokens, and draw behind the last `size` of them."""
         slots, positions, logits = token_slots[-size:], token_positions[-size:] + 1, self._logits[:size]
-        ids = self._tables.tokens(token_slots, token_positions)
-        hidden = self._tokens.hidden_of(ids, token_slots, token_positions)
+        hidden = self._tokens.hidden_of(TokenInputs.of(self._tables, token_slots, token_positions))
         self._tokens.logits_into(hidden[-size:], logits)
         draws = self._draws.draw(kind, logits, slots, positions)
         self._tables.write_tokens(slots, positions, draws.ids)

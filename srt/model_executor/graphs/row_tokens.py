@@ -7,13 +7,14 @@ newest ones before the kernels of its own step have ended, and here several keys
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from srt.layers.attention.base import TokenRows
 from srt.layers.sampler import Draws
-from srt.mem_cache.memory_pool import ReqToTokenPool
+from srt.mem_cache.memory_pool import DrawTables, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
@@ -27,6 +28,22 @@ CAPTURED_KINDS = (SamplingKind.PLAIN, SamplingKind.FILTERED, SamplingKind.ADJUST
 NO_ROWS: Ints = np.zeros(0, np.int64)
 
 
+class TokenInputs(NamedTuple):
+    """What the model reads of each token of a step. All are int64 tensors with an entry for each token."""
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor  # positions that the token sees
+    locations: tuple[torch.Tensor, ...]  # by page group
+
+    @classmethod
+    def of(cls, tables: ReqToTokenPool, slots: torch.Tensor, positions: torch.Tensor) -> TokenInputs:
+        groups = range(1 + len(tables.windows))
+        locations = tuple(tables.locations(slots, positions, group) for group in groups)
+        return cls(tables.tokens(slots, positions), slots, positions, positions + 1, locations)
+
+
 class RowTokens:
     """Runs the model for tokens at given positions of given slots. Keys and values of all are stored before any of them attends."""
 
@@ -36,19 +53,12 @@ class RowTokens:
         self._tables: ReqToTokenPool = state.req_to_token_pool
         self._no_rows = ForwardBatch.empty(state.req_to_token_pool, state.token_to_kv_pool, loaded.attn_backend)
 
-    def hidden_of(
-        self,
-        ids: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        rows: TokenRows | None = None,
-        most_tokens: int = 1,
-    ) -> torch.Tensor:
+    def hidden_of(self, inputs: TokenInputs, rows: TokenRows | None = None, most_tokens: int = 1) -> torch.Tensor:
         """Return the hidden states [tokens, hidden size]. Never waits for a GPU, so a graph can hold it.
 
         With `rows`, of up to `most_tokens` tokens each, keys are read once for all tokens of a row, where attention can do that.
         """
-        seq_lens = positions + 1
+        ids, slots, seq_lens = inputs.ids, inputs.slots, inputs.seq_lens
         # Attention on a GPU finds lengths on the device; on a CPU they are in the host's memory already.
         slots_cpu, seq_lens_cpu = (NO_ROWS, NO_ROWS) if ids.is_cuda else (slots.numpy(), seq_lens.numpy())
         batch = replace(
@@ -56,11 +66,9 @@ class RowTokens:
             forward_mode=ForwardMode.DECODE,
             batch_size=len(ids),
             input_ids=ids,
-            positions=positions,
-            out_cache_loc=self._tables.locations(slots, positions),
-            window_locations=tuple(
-                self._tables.locations(slots, positions, group) for group in range(1, 1 + len(self._tables.windows))
-            ),
+            positions=inputs.positions,
+            out_cache_loc=inputs.locations[0],
+            window_locations=inputs.locations[1:],
             req_pool_indices=slots,
             seq_lens=seq_lens,
             req_pool_indices_cpu=slots_cpu,
@@ -70,7 +78,7 @@ class RowTokens:
         readings = self._backend.draft_readings
         if rows is not None and readings is not None:
             readings.begin_drafts(rows, most_tokens)
-        hidden: torch.Tensor = self._model(ids, positions, batch)
+        hidden: torch.Tensor = self._model(ids, inputs.positions, batch)
         return hidden
 
     def logits_into(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
@@ -86,7 +94,17 @@ class TableDraws:
 
     def draw(self, kind: SamplingKind, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Draws:
         """Draw for these positions of these slots. Logits are overwritten if the kind is ADJUSTED and they are float32."""
-        rows = self._tables.draws.of(slots)
+        return self.draw_rows(kind, logits, slots, self._tables.draws.of(slots), positions)
+
+    def draw_rows(
+        self,
+        kind: SamplingKind,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        rows: DrawTables,
+        positions: torch.Tensor,
+    ) -> Draws:
+        """Do what `draw` does, by these parameters of each row of logits."""
         if kind is SamplingKind.PLAIN:
             return self._sampler.draw_plain(logits, rows.temperatures, rows.seeds, positions)
         if kind is SamplingKind.FILTERED:

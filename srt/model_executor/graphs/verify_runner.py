@@ -16,15 +16,22 @@ from srt.layers.sampler import Draws
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
 from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, RowTokens, Staged, TableDraws
 from srt.model_executor.graphs.sized_graphs import SizedGraphs
+from srt.model_executor.graphs.verified_tokens import (
+    FIRSTS,
+    LASTS,
+    OFFSETS,
+    ROW_FIRSTS,
+    ROW_LENS,
+    ROW_SLOTS,
+    SLOTS,
+    GatheredTokens,
+    table_operations,
+)
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
-SLOTS, OFFSETS, FIRSTS, LASTS = range(4)  # rows of the staged numbers, which have a column for each token
-ROW_SLOTS, ROW_LENS, ROW_FIRSTS = range(
-    4, 7
-)  # likewise, with a column for each row: there are no more rows than tokens
 LEAST_TOGETHER = 48  # tokens from which on attention reads a row's keys once for all of its tokens
 
 
@@ -52,6 +59,8 @@ class VerifyRunner(SizedGraphs):
         self._tables = state.req_to_token_pool
         self._draws = TableDraws(state)
         self._staged = Staged(7, max_tokens, loaded.device)
+        self._gathered = GatheredTokens.allocate(self._tables, max_tokens, loaded.device)
+        self._gather, self._accept = table_operations(loaded.device)
         head = loaded.model.lm_head
         self.logits = torch.zeros((max_tokens, head.shard_size), dtype=head.weight.dtype, device=loaded.device)
         self.outcome = torch.zeros(max_tokens, dtype=torch.int64, device=loaded.device)
@@ -105,45 +114,32 @@ class VerifyRunner(SizedGraphs):
         return self._staged.tensor[SLOTS]
 
     def next_positions(self, size: int) -> torch.Tensor:
-        """Return the positions of the draws behind the first `size` tokens, until `accept` changes them."""
-        return self._positions(size) + 1
+        """Return the positions of the draws behind the first `size` tokens of the step whose logits were computed last."""
+        return self._gathered.seq_lens[:size]
 
     def works(self, size: int) -> Sequence[Work]:
         return [partial(self._run_forward, size), *(partial(self._run_sample, size, kind) for kind in CAPTURED_KINDS)]
 
-    def _positions(self, size: int) -> torch.Tensor:
-        slots = self._staged.tensor[SLOTS, :size]
-        return self._tables.seq_lens[slots] + self._staged.tensor[OFFSETS, :size]
-
     def _run_forward(self, size: int) -> None:
-        slots, positions = self._staged.tensor[SLOTS, :size], self._positions(size)
-        ids = self._tables.tokens(slots, positions)
+        gathered = self._gathered.first(size)
+        self._gather(self._staged.tensor, self._tables, gathered)
         rows = self._rows_of(size) if size >= LEAST_TOGETHER else None
-        hidden = self._tokens.hidden_of(ids, slots, positions, rows, self._most_of_row)
+        inputs = gathered.inputs_of(self._staged.tensor[SLOTS, :size])
+        hidden = self._tokens.hidden_of(inputs, rows, self._most_of_row)
         self._tokens.logits_into(hidden, self.logits[:size])
 
     def _rows_of(self, size: int) -> TokenRows:
         slots, lens, firsts = self._staged.tensor[ROW_SLOTS : ROW_FIRSTS + 1, :size]
-        return TokenRows(slots, self._tables.seq_lens[slots], lens, firsts)
+        return TokenRows(slots, self._gathered.prefix_lens[:size], lens, firsts)
 
     def _run_sample(self, size: int, kind: SamplingKind) -> None:
-        slots = self._staged.tensor[SLOTS, :size]
-        self.accept(self._draws.draw(kind, self.logits[:size], slots, self.next_positions(size)))
+        slots, rows = self._staged.tensor[SLOTS, :size], self._gathered.draws.first(size)
+        self.accept(self._draws.draw_rows(kind, self.logits[:size], slots, rows, self.next_positions(size)))
 
     def accept(self, draws: Draws) -> None:
         """Keep each row's draws up to the first that differs from the draft behind its token, that one included.
 
         A draw that is not finite does not count. If it is a row's first, the row gets its id nevertheless, which nobody sees.
         """
-        size, tables = len(draws.ids), self._tables
-        slots, firsts, is_last = (self._staged.tensor[row, :size] for row in (SLOTS, FIRSTS, LASTS))
-        positions = self.next_positions(size)
-        drafted = tables.tokens(slots, positions)
-        is_finite = torch.isfinite(draws.values)
-        breaks = ((is_last > 0) | (draws.ids != drafted) | ~is_finite).to(torch.int64)
-        num_before = torch.cumsum(breaks, 0) - breaks
-        is_open = num_before == num_before[firsts]
-        is_kept = is_open & (is_finite | (self._staged.tensor[OFFSETS, :size] == 0)) & (slots != tables.dummy_slot)
-        tables.write_tokens(slots, positions, torch.where(is_kept, draws.ids, drafted))
-        tables.seq_lens.index_add_(0, slots, is_kept.to(torch.int64))
-        self.outcome[:size].copy_(torch.where(is_open & is_finite, draws.ids, -1))
+        outcome = self.outcome[: len(draws.ids)]
+        self._accept(self._staged.tensor, draws, self._tables, self._most_of_row, outcome)
