@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from srt.layers.linear import LinearLayer
 from srt.layers.ops import Affine, LayerOps
-from srt.layers.quantization.weight import Float8Matrix, IntegerMatrix, LinearWeight, NumberForm, Place
+from srt.layers.quantization.weight import (
+    ChangedMatrix,
+    Float8Matrix,
+    IntegerMatrix,
+    LinearWeight,
+    NumberForm,
+    Place,
+)
 from srt.layers.weights import WeightPiece
 
 if TYPE_CHECKING:
@@ -83,6 +90,10 @@ class StepAdapters(ABC):
     def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
         """Return the layer's own product of x, by the operations that it runs on, with the changes of its tokens' adapters."""
 
+    def changed(self, layer: AdaptedLayer, matrix: Tensor) -> ChangedMatrix | None:
+        """Return the layer's matrix with what this step adds to its products, for kernels that do both; None if none can."""
+        return None
+
     @property
     def placeholder(self) -> str | None:
         """Key of an adapter that changes nothing, for steps that compile kernels ahead; None if no kernel needs that."""
@@ -120,6 +131,11 @@ class AdaptedWeight(LinearWeight):
     @property
     def matrix(self) -> Tensor | None:
         return self.inner.matrix if self._is_bare else None
+
+    @property
+    def changed(self) -> ChangedMatrix | None:
+        matrix = self.inner.matrix
+        return None if matrix is None or self._is_bare else self._step.changed(self._layer, matrix)
 
     @property
     def scaled_matrix(self) -> tuple[Tensor, Tensor] | None:

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from srt.kernels.build.cuda_source import checked, cuda
 from srt.kernels.build.pdl import has_pdl, pdl_for
+from srt.kernels.gemm.stream_gemm import Added
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
 from srt.layers.ops import Affine, LayerOps
+from srt.layers.quantization.weight import ChangedMatrix
 from srt.utils.model_error import ModelError
 
 if TYPE_CHECKING:
@@ -216,6 +218,19 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         y = ops.linear(x, affine)
         expand(low, stacked, tokens, y)
         return y
+
+    def changed(self, layer: AdaptedLayer, matrix: Tensor) -> ChangedMatrix | None:
+        tokens, stacked = self._last_tokens if layer.is_last else self._tokens, self._stacked[layer.path]
+        assert tokens is not None, "no step with adapters runs"
+        first, *rest = stacked.part_sizes
+        firsts = first, first + sum(rest[:1])
+        if any(place % 4 for place in firsts):
+            return None
+
+        def added(x: Tensor) -> Added:
+            return Added(shrink(x, stacked, tokens), stacked.up, tokens.numbers, firsts)
+
+        return ChangedMatrix(matrix, stacked.rank, stacked.down.shape[1], added)
 
     @contextmanager
     def _applied_to(self, numbers: Tensor, last_numbers: Tensor) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,17 @@ from srt.kernels.gemm.fp8_gemm import WIDTH_UNIT, RoundedRows, multiply_rounded,
 from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.packed_matrix import PackedMatrix
-from srt.kernels.gemm.stream_gemm import PLAIN, SMALLEST, Ending, Heads, StreamGemm, Weighted
+from srt.kernels.gemm.stream_gemm import (
+    FEWEST_ROWS,
+    PLAIN,
+    SMALLEST,
+    Added,
+    Ending,
+    Heads,
+    StreamGemm,
+    StreamTiles,
+    Weighted,
+)
 from srt.layers.attention.radix_attention import RadixAttention
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import ExpertWeights, Router
@@ -30,6 +42,11 @@ if TYPE_CHECKING:
 _FEWEST_ADDED_ROWS: Final = 257
 """Fewest rows for which cuBLAS adds the residual at no cost. With fewer it splits the inner dimension, and the loss exceeds the gain of
 the norm (measured on an H200)."""
+_MOST_ADAPTED_ROWS: Final = 64
+"""Most rows whose adapters' products `StreamGemm` adds."""
+_MOST_RANK: Final = 64
+_MOST_LOW: Final = 4096
+"""Most numbers that it keeps of these products beside its ring, rows times their width."""
 
 
 class KernelOps(LayerOps):
@@ -210,10 +227,8 @@ class KernelOps(LayerOps):
             is_fp8=k_buffer.dtype is torch.float8_e4m3fn,
         )
         only_decodes = batch.num_decode_rows == len(stream.hidden)
-        gemm, matrix, tiles = self._stream_gemm, affine.streamed, None
-        if gemm is not None and matrix is not None and only_decodes:
-            tiles = gemm.tiles(stream.hidden, matrix, ending)
-        if gemm is None or matrix is None or tiles is None:
+        chosen = self._choose(stream.hidden, affine, ending) if only_decodes else None
+        if chosen is None:
             return super().attend_stream(stream, norm, affine, head_norms, rotation, layer, batch)
         x: Tensor | Weighted
         if stream.weighted is None:
@@ -233,7 +248,8 @@ class KernelOps(LayerOps):
             k_scale=pool.k_scales[layer.layer_id],
             v_scale=pool.v_scales[layer.layer_id],
         )
-        queries = gemm.multiply_heads(x, matrix, tiles, heads)
+        gemm, matrix, tiles, added_to = chosen
+        queries = gemm.multiply_heads(x, matrix, tiles, heads, added_to(_rows(x)))
         return layer.attend_decodes(queries, batch), hidden
 
     def attend(
@@ -310,24 +326,40 @@ class KernelOps(LayerOps):
 
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
         """Return the product by `StreamGemm`; None if other kernels are faster."""
-        gemm, matrix = self._stream_gemm, affine.streamed
-        if gemm is None or matrix is None:
+        chosen = self._choose(_rows(x), affine, ending)
+        if chosen is None:
             return None
-        tiles = gemm.tiles(_rows(x), matrix, ending)
-        return None if tiles is None else gemm.multiply(x, matrix, tiles)
+        gemm, matrix, tiles, added_to = chosen
+        return gemm.multiply(x, matrix, tiles, added=added_to(_rows(x)))
+
+    def _choose(self, x: Tensor, affine: Affine, ending: Ending) -> _Chosen | None:
+        """Return how `StreamGemm` computes this product, with what adapters add; None if other kernels are faster."""
+        gemm, matrix = self._stream_gemm, affine.streamed
+        added_to: Callable[[Tensor], Added | None] = _nothing
+        if gemm is None:
+            return None
+        if matrix is None:
+            changed = None if affine.bias is not None else affine.weight.changed
+            if changed is None or not FEWEST_ROWS <= len(x) <= _MOST_ADAPTED_ROWS:
+                return None
+            if changed.rank > _MOST_RANK or StreamTiles.padded(len(x)) * changed.low > _MOST_LOW:
+                return None
+            matrix, added_to = changed.matrix, changed.added
+            ending = replace(ending, rank=changed.rank, low=changed.low)
+        tiles = gemm.tiles(x, matrix, ending)
+        return None if tiles is None else _Chosen(gemm, matrix, tiles, added_to)
 
     def _streamed_onto(self, hidden: Tensor, x: Tensor, affine: Affine, next_norm: Norm | None) -> Stream | None:
         """Return the product added to `hidden` by `StreamGemm`; None if other kernels are faster."""
-        gemm, matrix = self._stream_gemm, affine.streamed
-        if gemm is None or matrix is None:
+        chosen = self._choose(x, affine, Ending(has_residual=True, is_weighted=next_norm is not None))
+        if chosen is None:
             return None
-        ending = Ending(has_residual=True, is_weighted=next_norm is not None)
-        tiles = gemm.tiles(x, matrix, ending)
-        if tiles is None:
-            return None
+        gemm, matrix, tiles, added_to = chosen
+        added = added_to(x)
         if next_norm is None:
-            return Stream(gemm.multiply(x, matrix, tiles, hidden))
-        product, weighted = gemm.multiply_weighted(x, matrix, tiles, hidden, next_norm.weight, next_norm.eps)
+            return Stream(gemm.multiply(x, matrix, tiles, hidden, added=added))
+        norm = next_norm.weight, next_norm.eps
+        product, weighted = gemm.multiply_weighted(x, matrix, tiles, hidden, *norm, added)
         return Stream(product, weighted=weighted)
 
     def _gemv(
@@ -382,6 +414,20 @@ class KernelOps(LayerOps):
             is_gelu=is_gelu,
             pdl=bool(self._pdl(stream.hidden)),
         )
+
+
+class _Chosen(NamedTuple):
+    """How a product is computed by `StreamGemm`."""
+
+    gemm: StreamGemm
+    matrix: Tensor | PackedMatrix
+    tiles: StreamTiles
+    added_to: Callable[[Tensor], Added | None]
+    """Returns what adapters add to the products of these rows."""
+
+
+def _nothing(x: Tensor) -> None:
+    """Add nothing to the products of these rows."""
 
 
 def _rows(x: Tensor | Weighted) -> Tensor:

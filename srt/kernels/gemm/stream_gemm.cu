@@ -32,6 +32,7 @@ constexpr int PART = WIDTH % 64 ? 16 : 64;     // columns per sum of squares, he
 constexpr int TURNS = (ROWS + SPLITS * ROWS_AT_ONCE - 1) / (SPLITS * ROWS_AT_ONCE);
 constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are loaded together
 constexpr int LANES = HEAD_DIM / 4;              // lanes that hold one head
+constexpr int LINES = WIDTH * RANK * 2 / LINE;   // of a program's columns of an adapter's second matrix, or half of them if GATED
 
 // The operations after the product, and their inputs and outputs. Pointers that a variant does not use may be null.
 struct Ending {
@@ -58,6 +59,14 @@ struct Ending {
   float head_eps;  // of the norms of heads
   float k_scale_inverse;  // FP8: factors applied to keys and values
   float v_scale_inverse;
+  // RANK: what is added to the products of rows that have an adapter
+  const float* low;        // [low_parts, rows, LOW]: products with the adapters' first matrices, in parts to be added up
+  const u16* up;           // [num_adapters, rows of W, RANK]: the second matrices
+  const int* adapters;     // [rows]; num_adapters stands for none
+  int low_parts;
+  int num_adapters;
+  int first1;  // first row of W of the second of merged layers, whose parts of LOW are RANK wide
+  int first2;  // and of the third
 };
 
 // The inputs for one row, loaded before the sums are complete.
@@ -137,6 +146,24 @@ __device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Input
   add(turned, times(times(other, inputs.sines), is_second ? 1.0f : -1.0f));
   return turned;
 }
+
+#if RANK
+// The product of four neighbouring rows of a second matrix with a row of `low` in shared memory.
+__device__ __forceinline__ float4 added(const float* low, const u16* up) {
+  float totals[4] = {};
+#pragma unroll
+  for (int first = 0; first < RANK; first += 8) {
+    const float4 a = *(const float4*)(low + first), b = *(const float4*)(low + first + 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 items = __ldg((const uint4*)(up + i * RANK + first));
+      const float4 c = floats_of(make_uint2(items.x, items.y)), d = floats_of(make_uint2(items.z, items.w));
+      totals[i] += a.x * c.x + a.y * c.y + a.z * c.z + a.w * c.w + b.x * d.x + b.y * d.y + b.z * d.z + b.w * d.w;
+    }
+  }
+  return make_float4(totals[0], totals[1], totals[2], totals[3]);
+}
+#endif
 
 #if BITS < 16 && !ROUNDED
 __device__ __forceinline__ u32 permuted(u32 bytes, u32 selector) {
@@ -267,6 +294,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? ROWS : 1];
+#if RANK
+  __shared__ __align__(16) float lows[ROWS * LOW];
+  __shared__ int adapters[ROWS];
+#endif
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
   const u32 full = address_of(barriers), empty = full + 8 * STAGES;
   const int split = blockIdx.x, tile = blockIdx.y, first_row = blockIdx.z * ROWS;
@@ -320,11 +351,36 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
         }
       }
     }
-    if (SCALED && threadIdx.x >= MULTIPLYING + 32) {
+    if ((SCALED || RANK) && threadIdx.x >= MULTIPLYING + 32) {
       wait_for_earlier_kernels();
-      const int thread = threadIdx.x - MULTIPLYING - 32;
-      find_scales(scales, ending.x_squares + first_row, min(ROWS, num_rows - first_row), num_rows, ending.x_parts,
-                  num_blocks * STAGE_K, ending.eps, thread, SCALING);
+      const int thread = threadIdx.x - MULTIPLYING - 32, rows = min(ROWS, num_rows - first_row);
+#if RANK
+      const int* const numbers = ending.adapters + first_row;
+      for (int i = thread; i < rows * HALVES * LINES; i += SCALING) {
+        const int row = i / (HALVES * LINES), half = i / LINES % HALVES, at = tile * WIDTH + i % LINES * (LINE / 2 / RANK);
+        const int number = numbers[row];
+        if (number < ending.num_adapters && at < width && (row == 0 || numbers[row - 1] != number)) {
+          const u64 w_row = ((u64)number * HALVES + half) * width + at;
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(ending.up + w_row * RANK));
+        }
+      }
+#endif
+      if (SCALED) {
+        find_scales(scales, ending.x_squares + first_row, rows, num_rows, ending.x_parts, num_blocks * STAGE_K, ending.eps, thread,
+                    SCALING);
+      }
+#if RANK
+      for (int row = thread; row < rows; row += SCALING) adapters[row] = numbers[row];
+      for (int i = thread; i < rows * (LOW / 4); i += SCALING) {
+        const int row = i / (LOW / 4), at = i % (LOW / 4) * 4;
+        float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+        for (int part = 0; part < ending.low_parts; part++) {
+          add(total, load_floats_here(ending.low + ((u64)part * num_rows + first_row + row) * LOW + at));
+        }
+        *(float4*)(lows + row * LOW + at) = total;
+      }
+#endif
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
     }
     return;
@@ -334,6 +390,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   const int column = tile * WIDTH + threadIdx.x % QUADS * 4;
   const bool is_query = HEADS && column < ending.query_width;
   const bool is_value = HEADS && column >= ending.query_width + ending.kv_width;
+#if RANK
+  const int w_row = (HALVES - 1) * width + column;  // of the ups if GATED
+  const int first_low = ((w_row >= ending.first1) + (w_row >= ending.first2)) * RANK;
+#endif
   uint2 weight = make_uint2(0, 0);
   float4 scales_of_columns[HALVES] = {};
   if (ROUNDED && column < width) {
@@ -446,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
   for (int i = 0; i < PREPARED; i++) inputs[i] = inputs_of(i);
 
-  if (SCALED) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
+  if (SCALED || RANK) asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
   if (SPLITS == 1) {
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLYING) : "memory");
   } else {
@@ -482,12 +542,21 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       float4 total = parts[i][0];
 #pragma unroll
       for (int part = 1; part < SPLITS; part++) add(total, parts[i][part]);
+#if RANK
+      const int adapter = row < 0 ? ending.num_adapters : adapters[row - first_row];
+      const float* const low = lows + max(row - first_row, 0) * LOW;
+      const u16* const second = ending.up + ((u64)adapter * HALVES * width + column) * RANK;
+      if (adapter < ending.num_adapters) add(total, added(low + (GATED ? 0 : first_low), second));
+#endif
       if (SCALED) total = times(total, row < 0 ? 0.0f : scales[row - first_row]);
       if (ROUNDED) total = times(times(total, now[i].x_scale), scales_of_columns[0]);
       if (GATED) {
         float4 up = ups[i][0];
 #pragma unroll
         for (int part = 1; part < SPLITS; part++) add(up, ups[i][part]);
+#if RANK
+        if (adapter < ending.num_adapters) add(up, added(low + first_low, second + (u64)width * RANK));
+#endif
         if (SCALED) up = times(up, row < 0 ? 0.0f : scales[row - first_row]);
         if (ROUNDED) up = times(times(up, now[i].x_scale), scales_of_columns[HALVES - 1]);
         total = times(make_float4(silu(total.x), silu(total.y), silu(total.z), silu(total.w)), up);

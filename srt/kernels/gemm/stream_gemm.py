@@ -89,6 +89,8 @@ class Ending:
     head_dim: int = 0  # size of the heads if the result is queries, keys and values; else 0
     has_head_norm: bool = False
     is_fp8: bool = False  # keys and values are stored in fp8
+    rank: int = 0  # of the adapters whose products are added (`Added`), padding included; 0: none
+    low: int = 0  # that of all merged layers together
 
     def columns(self, w_rows: int) -> int:
         """Return the number of result columns that `w_rows` rows of W produce."""
@@ -134,6 +136,11 @@ class StreamTiles:
         if self.form.is_converted or self.rows != 64 or self.w_rows % 64 == 0:
             return 0
         return -(-self.w_rows // self.warpgroups // 8) * 8
+
+    @property
+    def _added_bytes(self) -> int:
+        """Bytes beside the ring for what is added of adapters: their numbers, and products with their first matrices."""
+        return 4 * self.rows * (self.ending.low + 1) + 16 if self.ending.rank else 0
 
     @property
     def stage_bytes(self) -> int:
@@ -327,7 +334,9 @@ class StreamTiles:
     def with_stages(self, k: int) -> StreamTiles:
         """Return the tiles with as many stages as fit in shared memory and are useful."""
         blocks = -(-k // self.form.stage_k // self.splits)
-        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun  # 4 * rows: the factors of rows
+        room = (
+            room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun - self._added_bytes
+        )  # 4 * rows: their factors
         stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
 
@@ -353,6 +362,8 @@ class StreamTiles:
             "HEAD_DIM": ending.head_dim or 64,
             "HEAD_NORM": int(ending.has_head_norm),
             "FP8": int(ending.is_fp8),
+            "RANK": ending.rank,
+            "LOW": ending.low,
             "BITS": self.form.bits,
             "GROUP": self.form.group,
             "HAS_ZEROS": int(self.form.has_zeros),
@@ -373,6 +384,17 @@ class Weighted:
     squares: torch.Tensor  # [parts, rows] float32: sums of squares of neighbouring columns, before the weight
     weight: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What LoRA adapters add to a product: B (A x) of each row's own adapter. `srt/kernels/lora/products.py` computes A x."""
+
+    low: torch.Tensor  # [parts, rows, merged layers * rank] float32: A x in parts to be added up
+    up: torch.Tensor  # [adapters, rows of W, rank]: B
+    adapters: torch.Tensor  # [rows] int32; the number of adapters stands for none
+    firsts: tuple[int, int]
+    """First row of W of the second and of the third merged layer, or the number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +430,21 @@ class _Ending(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
         *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
         *((name, ctypes.c_float) for name in ("eps", "head_eps", "k_scale_inverse", "v_scale_inverse")),
+        *((name, ctypes.c_void_p) for name in ("low", "up", "adapters")),
+        *((name, ctypes.c_int) for name in ("low_parts", "num_adapters", "first1", "first2")),
     )
+
+    def add(self, tiles: StreamTiles, rows: int, n: int, added: Added | None) -> _Ending:
+        """Note what adapters add to the n columns of these rows of the product, and return this ending."""
+        assert (added is not None) == (tiles.ending.rank > 0)
+        if added is not None:
+            low, up, adapters = added.low, added.up, added.adapters
+            assert up.dtype is torch.bfloat16 and low.dtype is torch.float32 and adapters.dtype is torch.int32
+            assert up.shape[1:] == (n, tiles.ending.rank) and low.shape[1:] == (rows, tiles.ending.low)
+            assert adapters.shape == (rows,) and all(one.is_contiguous() for one in (low, up, adapters))
+            self.low, self.up, self.adapters = pointer(low), pointer(up), pointer(adapters)
+            self.low_parts, self.num_adapters, (self.first1, self.first2) = len(low), len(up), added.firsts
+        return self
 
 
 class StreamGemm:
@@ -445,6 +481,7 @@ class StreamGemm:
         tiles: StreamTiles,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        added: Added | None = None,
     ) -> torch.Tensor:
         """Return x @ weight.T + residual, rounded once; with gated tiles silu(first half of the columns) * second half.
 
@@ -452,7 +489,7 @@ class StreamGemm:
         """
         assert not tiles.ending.is_weighted and not tiles.ending.head_dim
         ending = _Ending(residual=_checked(residual, tiles.ending.has_residual))
-        return self._launch(x, weight, tiles, weight.shape[0], ending, out)
+        return self._launch(x, weight, tiles, weight.shape[0], ending, out, added)
 
     def multiply_weighted(
         self,
@@ -462,6 +499,7 @@ class StreamGemm:
         residual: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
+        added: Added | None = None,
     ) -> tuple[torch.Tensor, Weighted]:
         """Return x @ weight.T + residual, and the same times the weight of the next norm."""
         assert tiles.ending.is_weighted
@@ -474,10 +512,15 @@ class StreamGemm:
             weighted=pointer(weighted.values),
             squares=pointer(squares),
         )
-        return self._launch(x, weight, tiles, n, ending), weighted
+        return self._launch(x, weight, tiles, n, ending, added=added), weighted
 
     def multiply_heads(
-        self, x: torch.Tensor | Weighted, weight: torch.Tensor | PackedMatrix, tiles: StreamTiles, heads: Heads
+        self,
+        x: torch.Tensor | Weighted,
+        weight: torch.Tensor | PackedMatrix,
+        tiles: StreamTiles,
+        heads: Heads,
+        added: Added | None = None,
     ) -> torch.Tensor:
         """Return the queries, rotated (and normed first if heads are); store the keys, treated likewise, and the values."""
         assert tiles.ending.head_dim == heads.head_dim and tiles.ending.has_head_norm == (heads.weights is not None)
@@ -501,7 +544,7 @@ class StreamGemm:
             k_scale_inverse=1 / heads.k_scale,
             v_scale_inverse=1 / heads.v_scale,
         )
-        return self._launch(x, weight, tiles, heads.query_width, ending)
+        return self._launch(x, weight, tiles, heads.query_width, ending, added=added)
 
     def _launch(
         self,
@@ -511,6 +554,7 @@ class StreamGemm:
         out_width: int,
         ending: _Ending,
         out: torch.Tensor | None = None,
+        added: Added | None = None,
     ) -> torch.Tensor:
         assert tiles.ending.is_scaled == isinstance(x, Weighted)
         if isinstance(x, Weighted):
@@ -518,6 +562,7 @@ class StreamGemm:
             x = x.values
         x = x.contiguous()
         num_rows, k = x.shape
+        ending.add(tiles, num_rows, weight.shape[0], added)
         halves = 2 if tiles.ending.is_gated else 1
         n = weight.shape[0] // halves
         assert weight.shape[1] == k

@@ -156,7 +156,7 @@ def expand_token_kernel(
 def shrink_tile_kernel(
     x_ptr: tl.tensor,
     down_ptr: tl.tensor,  # [adapters, LOW, K]
-    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32, of sorted tokens
+    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32
     tokens_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
@@ -195,13 +195,13 @@ def shrink_tile_kernel(
             x = tl.load(x_at + k[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
             down = tl.load(down_at + k[:, None], mask=(lows < LOW)[None, :] & inside[:, None], other=0.0)
             sums = tl.dot(x.to(DOT), down.to(DOT), sums, input_precision="ieee")
-        low_at = low_ptr + (part * num_rows + rows)[:, None] * LOW + lows[None, :]
+        low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + lows[None, :]
         tl.store(low_at, sums, mask=is_row[:, None] & (lows < LOW)[None, :])
 
 
 @kernel(one_variant_for=("num_rows",))
 def expand_tile_kernel(
-    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32, of sorted tokens
+    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32
     up_ptr: tl.tensor,  # [adapters, N, RANK]
     y_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
@@ -248,7 +248,7 @@ def expand_tile_kernel(
             up = tl.load(up_at + ranks[:, None], mask=is_output[None, :], other=0.0)
             low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
             for part in tl.static_range(PARTS):
-                low_at = low_ptr + (part * num_rows + rows)[:, None] * LOW + of * RANK + ranks[None, :]
+                low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + of * RANK + ranks[None, :]
                 low += tl.load(low_at, mask=is_row[:, None], other=0.0)
             sums = tl.dot(low.to(DOT), up.to(DOT), sums, input_precision="ieee")
         y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from srt.layers.weights import WeightPiece
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.packed_matrix import PackedMatrix
+    from srt.kernels.gemm.stream_gemm import Added
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,17 @@ class Float8Matrix(NamedTuple):
     """By which inputs are divided before they are rounded, [1, 1] f32; None: it is chosen by the largest."""
 
 
+class ChangedMatrix(NamedTuple):
+    """A plain matrix, and what LoRA adapters add to its products in the step that runs."""
+
+    matrix: Tensor
+    rank: int
+    low: int
+    """The rank times the number of merged layers."""
+    added: Callable[[Tensor], Added]
+    """Returns what is added to the products of these rows."""
+
+
 NumberKind = Literal["e4m3", "mxfp4", "int4", "int8", "signed8"]
 
 
@@ -99,6 +111,11 @@ class LinearWeight(nn.Module):
     @property
     def matrix(self) -> Tensor | None:
         """The weight as a plain matrix, which any kernel may read; None if it is stored in another form."""
+        return None
+
+    @property
+    def changed(self) -> ChangedMatrix | None:
+        """The weight as a plain matrix whose products adapters change in the step that runs; None if they do not."""
         return None
 
     @property

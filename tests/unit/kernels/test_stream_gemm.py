@@ -163,6 +163,12 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     def codes() -> list[bytes]:
         return [machine_code(tiles.source, tiles.constants, ARCHITECTURE) for tiles in chosen if tiles is not None]
 
+    for (n, k, ending), merged in zip(PROJECTIONS[4:8], (3, 1, 2, 1), strict=True):
+        for num_rows, rank in ((8, 64), (32, 16), (64, 16)):
+            adapted = choose(num_rows, n, k, replace(ending, rank=rank, low=rank * merged))
+            assert adapted is not None and 4 * adapted.rows * (rank * merged + 2) < 17 << 10
+            assert adapted.shared_bytes + 4 * adapted.rows * (rank * merged + 2) <= SHARED_BYTES - 16 * adapted.stages
+            chosen.add(adapted)
     for form, (n, k, ending) in zip(FORMS, PROJECTIONS[4:8], strict=True):
         chosen.add(StreamTiles.choose_packed(40, n, k, ending, form, PROCESSORS, CLUSTERS.__getitem__))
     rounded = choose(128, 4096, 12288 // 2, ONTO)
