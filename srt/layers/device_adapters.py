@@ -1,7 +1,7 @@
 """LoRA adapters of a step on a GPU: kernels multiply each token with its own adapter's matrices. Importing this module imports Triton.
 
-The matrices of all adapters of a layer are stacked in memory that is allocated once, so that graphs may hold its address. An adapter has a
-number, its place in these stacks. Smaller ranks are padded with zeros. Adapters that were loaded once are kept in the host's memory as the
+The matrices of all adapters are in memory that is allocated once, so that graphs may hold its address. An adapter's number is its place
+there. Smaller ranks are padded with zeros. Adapters that were loaded once are kept in the host's memory as the
 device has them, so that they are loaded again by a copy alone.
 """
 
@@ -67,10 +67,17 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         self._device = device
         self._parts = {path: _parts_of(layer) for path, layer in layers.items()}
         padded = max(LEAST_RANK, 1 << (rank - 1).bit_length())
-        self._stacked = {
-            path: _stack(parts, num_adapters, padded, dtype, device) for path, parts in self._parts.items()
-        }
-        self._copies = HostCopies(sum(_bytes_of(one) for one in self._stacked.values()), copy_bytes, device)
+        sizes = {path: _sizes_of(parts, padded) for path, parts in self._parts.items()}
+        # All matrices of an adapter, one after the other, so that one copy brings them.
+        self._matrices = torch.zeros(
+            (num_adapters, sum(down + up for down, up in sizes.values())), dtype=dtype, device=device
+        )
+        self._stacked, place = dict[str, StackedAdapters](), 0
+        for path, (down, up) in sizes.items():
+            matrices = self._matrices[:, place : place + down], self._matrices[:, place + down : place + down + up]
+            self._stacked[path] = _stack(self._parts[path], padded, *matrices)
+            place += down + up
+        self._copies = HostCopies(self._matrices[0].nbytes, copy_bytes, device)
         self._numbers = {_PLACEHOLDER: 0}  # by key, of adapters that are loaded
         self._free: deque[tuple[int, torch.cuda.Event | None]] = deque((n, None) for n in range(num_adapters))
         self._lock = threading.Lock()  # other threads load
@@ -126,10 +133,7 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
             with nullcontext() if self._side is None else torch.cuda.stream(self._side), torch.inference_mode():
                 if self._side is not None and released is not None:
                     self._side.wait_event(released)  # steps that were launched before may still read what was there
-                for path, (down, up) in self._views(copy).items():
-                    stacked = self._stacked[path]
-                    stacked.down[number].copy_(down, non_blocking=True)
-                    stacked.up[number].copy_(up, non_blocking=True)
+                self._matrices[number].copy_(copy.view(self._matrices.dtype), non_blocking=True)
                 if self._side is not None:
                     self._side.synchronize()
         except BaseException:
@@ -267,18 +271,20 @@ def _parts_of(layer: AdaptedLayer) -> list[_Part]:
     return parts
 
 
-def _stack(
-    parts: Sequence[_Part], num_adapters: int, rank: int, dtype: torch.dtype, device: torch.device
-) -> StackedAdapters:
-    inputs, sizes = parts[0].inputs, tuple(part.target.stop - part.target.start for part in parts)
-    down = torch.zeros((num_adapters, rank * len(parts), inputs.stop - inputs.start), dtype=dtype, device=device)
-    up = torch.zeros((num_adapters, sum(sizes), rank), dtype=dtype, device=device)
-    return StackedAdapters(down, up, sizes)
+def _sizes_of(parts: Sequence[_Part], rank: int) -> tuple[int, int]:
+    """Return how many numbers the two matrices of an adapter for a merged layer have."""
+    inputs = parts[0].inputs
+    return rank * len(parts) * (inputs.stop - inputs.start), rank * sum(_num_outputs(part) for part in parts)
 
 
-def _bytes_of(stacked: StackedAdapters) -> int:
-    """Return the bytes of one adapter."""
-    return stacked.down[0].nbytes + stacked.up[0].nbytes
+def _num_outputs(part: _Part) -> int:
+    return int(part.target.stop - part.target.start)
+
+
+def _stack(parts: Sequence[_Part], rank: int, down: Tensor, up: Tensor) -> StackedAdapters:
+    """Return the matrices of all adapters for a merged layer, given as their numbers [adapters, numbers]."""
+    sizes = tuple(_num_outputs(part) for part in parts)
+    return StackedAdapters(down.unflatten(1, (rank * len(parts), -1)), up.unflatten(1, (sum(sizes), rank)), sizes)
 
 
 def _write(down: Tensor, up: Tensor, parts: Sequence[_Part], rank: int, matrices: Matrices) -> None:

@@ -23,7 +23,7 @@ HIDDEN, PARTS, RANK, ADAPTERS = 4096, (4096, 1024, 1024), 16, 8
 LOW = RANK * len(PARTS)
 _OUTPUTS = {"N0": PARTS[0], "N1": PARTS[1], "N2": PARTS[2], "LOW": LOW, "RANK": RANK}
 _TABLE = dict.fromkeys(("tokens_ptr", "numbers_ptr", "firsts_ptr", "ends_ptr"), "*i32")
-_COUNTS = dict.fromkeys(("num_rows", "num_parts", "stride_x", "stride_y"), "i32")
+_COUNTS = dict.fromkeys(("num_rows", "num_parts", "stride_x", "stride_y", "stride_down", "stride_up"), "i32")
 
 
 def lora_builds() -> list[KernelBuild]:

@@ -61,8 +61,9 @@ struct Ending {
   float v_scale_inverse;
   // RANK: what is added to the products of rows that have an adapter
   const float* low;        // [low_parts, rows, LOW]: products with the adapters' first matrices, in parts to be added up
-  const u16* up;           // [num_adapters, rows of W, RANK]: the second matrices
+  const u16* up;           // [num_adapters, rows of W, RANK]: the second matrices, up_stride elements from one adapter to the next
   const int* adapters;     // [rows]; num_adapters stands for none
+  long long up_stride;
   int low_parts;
   int num_adapters;
   int first1;  // first row of W of the second of merged layers, whose parts of LOW are RANK wide
@@ -360,8 +361,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
         const int row = i / (HALVES * LINES), half = i / LINES % HALVES, at = tile * WIDTH + i % LINES * (LINE / 2 / RANK);
         const int number = numbers[row];
         if (number < ending.num_adapters && at < width && (row == 0 || numbers[row - 1] != number)) {
-          const u64 w_row = ((u64)number * HALVES + half) * width + at;
-          asm volatile("prefetch.global.L2 [%0];" ::"l"(ending.up + w_row * RANK));
+          const u16* const line = ending.up + number * ending.up_stride + (u64)(half * width + at) * RANK;
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
         }
       }
 #endif
@@ -545,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #if RANK
       const int adapter = row < 0 ? ending.num_adapters : adapters[row - first_row];
       const float* const low = lows + max(row - first_row, 0) * LOW;
-      const u16* const second = ending.up + ((u64)adapter * HALVES * width + column) * RANK;
+      const u16* const second = ending.up + adapter * ending.up_stride + (u64)column * RANK;
       if (adapter < ending.num_adapters) add(total, added(low + (GATED ? 0 : first_low), second));
 #endif
       if (SCALED) total = times(total, row < 0 ? 0.0f : scales[row - first_row]);

@@ -391,7 +391,7 @@ class Added:
     """What LoRA adapters add to a product: B (A x) of each row's own adapter. `srt/kernels/lora/products.py` computes A x."""
 
     low: torch.Tensor  # [parts, rows, merged layers * rank] float32: A x in parts to be added up
-    up: torch.Tensor  # [adapters, rows of W, rank]: B
+    up: torch.Tensor  # [adapters, rows of W, rank]: B; each adapter's is contiguous
     adapters: torch.Tensor  # [rows] int32; the number of adapters stands for none
     firsts: tuple[int, int]
     """First row of W of the second and of the third merged layer, or the number of rows."""
@@ -431,6 +431,7 @@ class _Ending(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
         *((name, ctypes.c_float) for name in ("eps", "head_eps", "k_scale_inverse", "v_scale_inverse")),
         *((name, ctypes.c_void_p) for name in ("low", "up", "adapters")),
+        ("up_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("low_parts", "num_adapters", "first1", "first2")),
     )
 
@@ -441,7 +442,9 @@ class _Ending(ctypes.Structure):
             low, up, adapters = added.low, added.up, added.adapters
             assert up.dtype is torch.bfloat16 and low.dtype is torch.float32 and adapters.dtype is torch.int32
             assert up.shape[1:] == (n, tiles.ending.rank) and low.shape[1:] == (rows, tiles.ending.low)
-            assert adapters.shape == (rows,) and all(one.is_contiguous() for one in (low, up, adapters))
+            assert adapters.shape == (rows,) and all(one.is_contiguous() for one in (low, up[0], adapters))
+            assert up.data_ptr() % 16 == 0 and up.stride(0) % 8 == 0, "vectors are read"
+            self.up_stride = up.stride(0)
             self.low, self.up, self.adapters = pointer(low), pointer(up), pointer(adapters)
             self.low_parts, self.num_adapters, (self.first1, self.first2) = len(low), len(up), added.firsts
         return self

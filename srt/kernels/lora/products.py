@@ -52,8 +52,10 @@ class AdapterTokens:
 class StackedAdapters:
     """The matrices of all adapters for one merged layer. Its parts, such as q, k and v, have matrices of their own."""
 
-    down: torch.Tensor  # [adapters, parts * rank, inputs]: A
-    up: torch.Tensor  # [adapters, outputs, rank]: B times the scale
+    down: (
+        torch.Tensor
+    )  # [adapters, parts * rank, inputs]: A. Each adapter's is contiguous; other matrices may lie between them.
+    up: torch.Tensor  # [adapters, outputs, rank]: B times the scale, likewise
     part_sizes: tuple[int, ...]
     """Outputs of each part, in their order; one to three."""
 
@@ -73,6 +75,7 @@ def shrink_token_kernel(
     low_ptr: tl.tensor,  # [parts of K, tokens, LOW] f32
     numbers_ptr: tl.tensor,
     stride_x: int,
+    stride_down: int,
     ADAPTERS: tl.constexpr,
     LOW: tl.constexpr,
     K: tl.constexpr,
@@ -87,7 +90,7 @@ def shrink_token_kernel(
     lows = tl.program_id(2) * BLOCK_LOW + tl.arange(0, BLOCK_LOW)
     number = tl.load(numbers_ptr + token)
     is_adapted = number < ADAPTERS
-    down_at = down_ptr + (number.to(tl.int64) * LOW + lows)[:, None] * K
+    down_at = down_ptr + number.to(tl.int64) * stride_down + lows[:, None] * K
     k = part * STEPS * BLOCK_K + tl.arange(0, BLOCK_K)
     is_low = lows < tl.where(is_adapted, LOW, 0)
     down = tl.load(down_at + k[None, :], mask=is_low[:, None] & (k < K)[None, :], other=0.0)
@@ -114,6 +117,7 @@ def expand_token_kernel(
     numbers_ptr: tl.tensor,
     num_parts: int,
     stride_y: int,
+    stride_up: int,
     ADAPTERS: tl.constexpr,
     LOW: tl.constexpr,
     RANK: tl.constexpr,
@@ -138,7 +142,7 @@ def expand_token_kernel(
     ranks, parts = tl.arange(0, RANK), tl.arange(0, MOST_PARTS)
     number = tl.load(numbers_ptr + token)
     is_adapted = number < ADAPTERS
-    up_at = up_ptr + (number.to(tl.int64) * (N0 + N1 + N2) + outputs)[:, None] * RANK + ranks[None, :]
+    up_at = up_ptr + number.to(tl.int64) * stride_up + outputs[:, None] * RANK + ranks[None, :]
     is_read = outputs < tl.where(is_adapted, end, 0)
     up = tl.load(up_at, mask=is_read[:, None], other=0.0)
     wait_for_inputs(PDL)
@@ -163,6 +167,7 @@ def shrink_tile_kernel(
     ends_ptr: tl.tensor,
     num_rows: int,
     stride_x: int,
+    stride_down: int,
     LOW: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
@@ -187,7 +192,7 @@ def shrink_tile_kernel(
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
         number = tl.load(numbers_ptr + tile).to(tl.int64)
         x_at = x_ptr + tokens.to(tl.int64)[:, None] * stride_x
-        down_at = down_ptr + (number * LOW + lows)[None, :] * K
+        down_at = down_ptr + number * stride_down + lows[None, :] * K
         sums = tl.zeros((BLOCK_M, BLOCK_LOW), dtype=tl.float32)
         for step in range(part * STEPS_OF_PART, min((part + 1) * STEPS_OF_PART, STEPS)):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -210,6 +215,7 @@ def expand_tile_kernel(
     ends_ptr: tl.tensor,
     num_rows: int,
     stride_y: int,
+    stride_up: int,
     LOW: tl.constexpr,
     RANK: tl.constexpr,
     N0: tl.constexpr,
@@ -241,7 +247,7 @@ def expand_tile_kernel(
         is_row = rows < end
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
         number = tl.load(numbers_ptr + tile).to(tl.int64)
-        up_at = up_ptr + (number * (N0 + N1 + N2) + outputs)[None, :] * RANK
+        up_at = up_ptr + number * stride_up + outputs[None, :] * RANK
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for begin_rank in tl.static_range(0, RANK, BLOCK_R):
             ranks = begin_rank + tl.arange(0, BLOCK_R)
@@ -267,6 +273,7 @@ def adapted_gemv_kernel(
     numbers_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [N]
     num_parts: int,
+    stride_up: int,
     ADAPTERS: tl.constexpr,
     LOW: tl.constexpr,
     RANK: tl.constexpr,
@@ -295,7 +302,7 @@ def adapted_gemv_kernel(
         weights = weights + (weight,)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
     number = tl.load(numbers_ptr)
     ranks, parts = tl.arange(0, RANK), tl.arange(0, MOST_PARTS)
-    up_at = up_ptr + (number.to(tl.int64) * N + outputs)[:, None] * RANK + ranks[None, :]
+    up_at = up_ptr + number.to(tl.int64) * stride_up + outputs[:, None] * RANK + ranks[None, :]
     up = tl.load(up_at, mask=(outputs < tl.where(number < ADAPTERS, N, 0))[:, None], other=0.0)
     total = tl.zeros([BLOCK_N], tl.float32)
     if HAS_BIAS:
@@ -330,7 +337,7 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
         num_parts = triton.cdiv(num_inputs, block_k * steps)
         out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
         shrink_token_kernel[(num_parts, num_tokens, low_blocks)](
-            x, stacked.down, out, tokens.numbers, x.stride(0),
+            x, stacked.down, out, tokens.numbers, x.stride(0), stacked.down.stride(0),
             ADAPTERS=stacked.num_adapters, LOW=low, K=num_inputs, STEPS=steps, BLOCK_LOW=block_low, BLOCK_K=block_k,
             **pdl_options(tokens.pdl)
         )  # fmt: skip
@@ -340,6 +347,7 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
     out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
     shrink_tile_kernel[(num_parts, num_tiles, low_blocks)](
         x, stacked.down, out, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, x.stride(0),
+        stacked.down.stride(0),
         LOW=low, K=num_inputs, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_LOW=block_low, BLOCK_K=block_k,
         DOT=dot_dtype(x.dtype), num_stages=3, **pdl_options(tokens.pdl)
     )  # fmt: skip
@@ -356,13 +364,14 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
     blocks = sum(triton.cdiv(size, block_n) for size in (n0, n1, n2))
     if tiles is None:
         expand_token_kernel[(blocks, num_tokens)](
-            low, stacked.up, y, tokens.numbers, num_parts, y.stride(0),
+            low, stacked.up, y, tokens.numbers, num_parts, y.stride(0), stacked.up.stride(0),
             ADAPTERS=stacked.num_adapters, LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2,
             MOST_PARTS=triton.next_power_of_2(num_parts), BLOCK_N=block_n, **pdl_options(tokens.pdl)
         )  # fmt: skip
         return
     expand_tile_kernel[(blocks, len(tiles.firsts))](
         low, stacked.up, y, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, y.stride(0),
+        stacked.up.stride(0),
         LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
         BLOCK_R=min(rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
     )  # fmt: skip
@@ -381,7 +390,7 @@ def adapted_gemv(
     low = shrink(x, stacked, tokens)
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     adapted_gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
-        x, weight, weight if bias is None else bias, low, stacked.up, tokens.numbers, out, len(low),
+        x, weight, weight if bias is None else bias, low, stacked.up, tokens.numbers, out, len(low), stacked.up.stride(0),
         ADAPTERS=stacked.num_adapters, LOW=low.shape[2], RANK=stacked.rank, N=n, K=k, FIRST1=n0, FIRST2=n0 + n1,
         HAS_BIAS=bias is not None, MOST_PARTS=triton.next_power_of_2(len(low)), BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, **pdl_options(tokens.pdl)
