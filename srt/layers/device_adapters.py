@@ -22,7 +22,7 @@ from torch import Tensor
 
 from srt.kernels.build.cuda_source import checked, cuda
 from srt.kernels.build.pdl import has_pdl, pdl_for
-from srt.kernels.gemm.stream_gemm import Added
+from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
 from srt.layers.ops import Affine, LayerOps

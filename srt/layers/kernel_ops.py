@@ -20,11 +20,11 @@ from srt.kernels.gemm.fp8_gemm import WIDTH_UNIT, RoundedRows, multiply_rounded,
 from srt.kernels.gemm.gated_gemm import PROMPTS, GatedGemm
 from srt.kernels.gemm.gemv import GemvTiles, gemv, max_rows
 from srt.kernels.gemm.packed_matrix import PackedMatrix
+from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.gemm.stream_gemm import (
     FEWEST_ROWS,
     PLAIN,
     SMALLEST,
-    Added,
     Ending,
     Heads,
     StreamGemm,

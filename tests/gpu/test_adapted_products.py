@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from srt.kernels.gemm.stream_gemm import PLAIN, Added, Ending, Heads, StreamGemm, StreamTiles, Weighted
+from srt.kernels.gemm.stream_arguments import Added
+from srt.kernels.gemm.stream_gemm import PLAIN, Ending, Heads, StreamGemm, StreamTiles, Weighted
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, shrink
 from srt.layers.ops import Rotation, rotate
 from tests.gpu.test_kernels_at_real_sizes import CUDA, EPS, among_others, assert_near, normed, randn

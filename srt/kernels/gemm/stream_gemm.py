@@ -9,7 +9,6 @@ Keys and values may be stored in fp8. `packed_matrix.py` says how W is stored if
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -34,6 +33,7 @@ from srt.kernels.build.hopper import (
 from srt.kernels.build.pdl import LATE
 from srt.kernels.gemm.fp8_gemm import quantise_rows
 from srt.kernels.gemm.packed_matrix import BF16, E4M3, ROUNDED, Numbers, PackedMatrix
+from srt.kernels.gemm.stream_arguments import Added, EndingArguments
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 FEWEST_ROWS: Final = 2
@@ -387,17 +387,6 @@ class Weighted:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """What LoRA adapters add to a product: B (A x) of each row's own adapter. `srt/kernels/lora/products.py` computes A x."""
-
-    low: torch.Tensor  # [parts, rows, merged layers * rank] float32: A x in parts to be added up
-    up: torch.Tensor  # [adapters, rows of W, rank]: B; each adapter's is contiguous
-    adapters: torch.Tensor  # [rows] int32; the number of adapters stands for none
-    firsts: tuple[int, int]
-    """First row of W of the second and of the third merged layer, or the number of rows."""
-
-
-@dataclass(frozen=True, slots=True)
 class Heads:
     """Destination of queries, keys and values, and the parameters of their norms and rotation."""
 
@@ -415,39 +404,6 @@ class Heads:
     @property
     def head_dim(self) -> int:
         return self.k_buffer.shape[2]
-
-
-class _Ending(ctypes.Structure):
-    """Mirror of `Ending` in stream_gemm.cu."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("residual", "w_scales", "x_scales", "x_squares", "next_weight", "weighted", "squares")
-        ),
-        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "cosines", "sines", "locations")),
-        *((name, ctypes.c_void_p) for name in ("k_buffer", "v_buffer")),
-        *((name, ctypes.c_longlong) for name in ("k_stride", "v_stride")),
-        *((name, ctypes.c_int) for name in ("x_parts", "query_width", "kv_width")),
-        *((name, ctypes.c_float) for name in ("eps", "head_eps", "k_scale_inverse", "v_scale_inverse")),
-        *((name, ctypes.c_void_p) for name in ("low", "up", "adapters")),
-        ("up_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("low_parts", "num_adapters", "first1", "first2")),
-    )
-
-    def add(self, tiles: StreamTiles, rows: int, n: int, added: Added | None) -> _Ending:
-        """Note what adapters add to the n columns of these rows of the product, and return this ending."""
-        assert (added is not None) == (tiles.ending.rank > 0)
-        if added is not None:
-            low, up, adapters = added.low, added.up, added.adapters
-            assert up.dtype is torch.bfloat16 and low.dtype is torch.float32 and adapters.dtype is torch.int32
-            assert up.shape[1:] == (n, tiles.ending.rank) and low.shape[1:] == (rows, tiles.ending.low)
-            assert adapters.shape == (rows,) and all(one.is_contiguous() for one in (low, up[0], adapters))
-            assert up.data_ptr() % 16 == 0 and up.stride(0) % 8 == 0, "vectors are read"
-            self.up_stride = up.stride(0)
-            self.low, self.up, self.adapters = pointer(low), pointer(up), pointer(adapters)
-            self.low_parts, self.num_adapters, (self.first1, self.first2) = len(low), len(up), added.firsts
-        return self
 
 
 class StreamGemm:
@@ -491,7 +447,7 @@ class StreamGemm:
         The result is written to `out` if given.
         """
         assert not tiles.ending.is_weighted and not tiles.ending.head_dim
-        ending = _Ending(residual=_checked(residual, tiles.ending.has_residual))
+        ending = EndingArguments(residual=_checked(residual, tiles.ending.has_residual))
         return self._launch(x, weight, tiles, weight.shape[0], ending, out, added)
 
     def multiply_weighted(
@@ -509,7 +465,7 @@ class StreamGemm:
         num_rows, n = residual.shape
         squares = torch.empty((n // tiles.part, num_rows), dtype=torch.float32, device=x.device)
         weighted = Weighted(torch.empty_like(residual), squares, norm_weight, eps)
-        ending = _Ending(
+        ending = EndingArguments(
             residual=_checked(residual, True),
             next_weight=_checked(norm_weight, True),
             weighted=pointer(weighted.values),
@@ -531,7 +487,7 @@ class StreamGemm:
         kv_width = heads.k_buffer.shape[1] * heads.head_dim
         assert weight.shape[0] == heads.query_width + 2 * kv_width
         q_weight, k_weight = heads.weights or (None, None)
-        ending = _Ending(
+        ending = EndingArguments(
             q_weight=pointer(q_weight),
             k_weight=pointer(k_weight),
             cosines=_checked(heads.cos, True),
@@ -555,7 +511,7 @@ class StreamGemm:
         weight: torch.Tensor | PackedMatrix,
         tiles: StreamTiles,
         out_width: int,
-        ending: _Ending,
+        ending: EndingArguments,
         out: torch.Tensor | None = None,
         added: Added | None = None,
     ) -> torch.Tensor:
@@ -565,7 +521,9 @@ class StreamGemm:
             x = x.values
         x = x.contiguous()
         num_rows, k = x.shape
-        ending.add(tiles, num_rows, weight.shape[0], added)
+        assert (added is not None) == (tiles.ending.rank > 0)
+        if added is not None:
+            ending.add(added, (num_rows, tiles.ending.low), (weight.shape[0], tiles.ending.rank))
         halves = 2 if tiles.ending.is_gated else 1
         n = weight.shape[0] // halves
         assert weight.shape[1] == k

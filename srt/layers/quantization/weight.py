@@ -15,7 +15,7 @@ from srt.layers.weights import WeightPiece
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.packed_matrix import PackedMatrix
-    from srt.kernels.gemm.stream_gemm import Added
+    from srt.kernels.gemm.stream_arguments import Added
 
 
 @dataclass(frozen=True, slots=True)
