@@ -45,7 +45,8 @@ class MappedMemory(Protocol):
     def register(self, address: int, num_bytes: int) -> int:
         """Let the device access this memory of the host from now on, and return its address there. Both are whole pages."""
 
-    def write(self, address: int, data: bytes) -> None: ...
+    def write(self, address: int, data: bytes) -> None:
+        """Write the data. When this returns, other processes read it."""
 
     def read(self, address: int, num_bytes: int) -> bytes: ...
 
@@ -98,6 +99,7 @@ class CudaMemory:
     def write(self, address: int, data: bytes) -> None:
         buffer = ctypes.create_string_buffer(data, len(data))
         self._call("cuMemcpyHtoD", address, ctypes.addressof(buffer), len(data))
+        torch.cuda.synchronize(self._device)  # a short copy returns before it has reached the device
 
     def read(self, address: int, num_bytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(num_bytes)
