@@ -24,7 +24,7 @@ class RankOptions(LoraOptions):
         aliases=("--dp", "--data-parallel-size"),
     )
     pp_size: int = option(
-        1, "stages that divide the layers (on a CPU only)", group=DEVICE, aliases=("--pp", "--pipeline-parallel-size")
+        1, "stages that divide the layers", group=DEVICE, aliases=("--pp", "--pipeline-parallel-size")
     )
     pp_layer_partition: tuple[int, ...] = option((), "numbers of layers of the stages (default: even)", group=DEVICE)
     ep_size: int = option(

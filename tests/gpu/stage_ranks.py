@@ -13,17 +13,20 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.pipeline import Pipeline
+from srt.distributed.pipeline import Pipeline, StageIds
 from srt.distributed.rendezvous import init_pipeline, open_device_links
 from srt.distributed.stage_memory import LinkSizes
+from srt.layers.sampler import Draws
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.warm_up import warm_up
+from srt.model_executor.step.draw_store import DrawStore, StepIds
 from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.utils.model_config import ModelConfig
@@ -31,10 +34,13 @@ from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
 from tests.support.runners import make_runner
 
 PAGE = 16
-NUM_ROWS = 6  # of the case `window`
+NUM_ROWS = {"window": 6, "single": 2}
 NUM_STEPS = 60
 SIZES = LinkSizes(row_bytes=5120, most_rows=700, most_ids=256, most_in_flight=3)
 
+
+HAMMERED = LinkSizes(row_bytes=8192, most_rows=1500, most_ids=256, most_in_flight=3)
+HAMMER_STEPS = 12_000 if torch.cuda.device_count() > 1 else 300  # on one GPU the processes take turns
 
 BEGUN_S = time.monotonic()
 
@@ -90,6 +96,83 @@ def check_ids(table: torch.Tensor, step: int, ids: list[int], arriving: object) 
     check(len(ids) == 1 or written[1] != ids[1], "an id that was dropped", step)
 
 
+def hammer(pipeline: Pipeline, device: torch.device) -> None:
+    """Thousands of steps that no host waits for, but for the scheduler's limit of steps in flight; the devices compare every byte.
+
+    What is received goes to one buffer, as in a graph, so rows that are late or overwritten show as those of another step. The stages
+    also work on their own between two copies, for random times, so that each is ahead of the other for a while.
+    """
+    open_device_links(pipeline, HAMMERED, device, 60.0)
+    same, own = random.Random(5), random.Random(pipeline.stage)
+    last, width = pipeline.num_stages - 1, HAMMERED.row_bytes // 4
+    # Numbers that are the same on all stages: rows of a step begin at another place each time, and the step is added to them.
+    pattern = torch.randint(1 << 30, (2 * HAMMERED.most_rows, width), generator=torch.Generator().manual_seed(1))
+    pattern = pattern.to(device, torch.int32)
+    received = torch.zeros((HAMMERED.most_rows, width), dtype=torch.int32, device=device)
+    drawn = torch.arange(HAMMERED.most_ids, device=device)
+    table = torch.zeros((HAMMERED.most_ids, HAMMER_STEPS), dtype=torch.int32, device=device)
+    store = DrawStore.allocate(device, HAMMERED.most_ids, HAMMERED.most_in_flight)
+    values, matrix = torch.zeros(HAMMERED.most_ids, device=device), torch.randn(1024, 1024, device=device)
+    wrong = torch.zeros((2, HAMMER_STEPS), dtype=torch.int64, device=device)  # numbers in rows, and ids, of each step
+    in_flight = deque[tuple[int, int, StageIds]]()
+
+    def busy() -> None:
+        for _ in range(own.choice((0, 0, 0, 1, 2, 20))):
+            torch.mm(matrix, matrix)
+
+    def rows_at(step: int, stage: int, count: int) -> torch.Tensor:
+        begin = (37 * step + 11 * stage) % HAMMERED.most_rows
+        return pattern[begin : begin + count] + step
+
+    def write_oldest() -> None:
+        step, num_ids, ids = in_flight.popleft()
+        ids.wait()  # as the scheduler has the result of this step before it plans the next one
+        pipeline.links.write_ids(ids, np.arange(num_ids), np.full(num_ids, step), table)
+        wrong[1, step] = (table[:num_ids, step] != ids_at(drawn[:num_ids], step)).sum()
+
+    for step in range(HAMMER_STEPS):
+        count, num_ids = (
+            same.choice((1, 2, 3, 64, 256, same.randint(1, HAMMERED.most_rows))),
+            same.choice((1, 2, 64, 256)),
+        )
+        if len(in_flight) == HAMMERED.most_in_flight:
+            write_oldest()
+        busy()
+        if pipeline.stage:
+            pipeline.links.receive_hidden(received[:count])
+            wrong[0, step] = (received[:count] != rows_at(step, pipeline.stage - 1, count)).sum()
+            busy()
+        if pipeline.stage < last:
+            pipeline.links.send_hidden(rows_at(step, pipeline.stage, count))
+            in_flight.append((step, num_ids, pipeline.links.receive_ids(num_ids)))
+            continue
+        row_slots, positions = drawn[:num_ids], torch.full((num_ids,), step, device=device)
+        store.store(Draws(ids_at(row_slots, step), values[:num_ids]), row_slots, positions, table)
+        pipeline.links.send_ids(store.latest(num_ids))
+        in_flight.append((step, num_ids, cast("StageIds", _OwnIds(store.latest(num_ids)))))
+        if len(in_flight) == HAMMERED.most_in_flight:
+            in_flight.popleft()[2].wait()
+    while in_flight and pipeline.stage < last:
+        write_oldest()
+    for what, counts in zip(("numbers of rows", "ids"), wrong.tolist(), strict=True):
+        steps = [(step, count) for step, count in enumerate(counts) if count]
+        check(not steps, what, len(steps), steps[:8])
+
+
+def ids_at(rows: torch.Tensor, step: int) -> torch.Tensor:
+    return (rows * 7919 + step * 104729) % (1 << 20)
+
+
+class _OwnIds:
+    """The last stage's ids: only their arrival on the host counts."""
+
+    def __init__(self, ids: StepIds) -> None:
+        self._ids = ids
+
+    def wait(self) -> None:
+        self._ids.wait()
+
+
 class Drawn:
     """Ids that are on the host already."""
 
@@ -124,11 +207,11 @@ def dead(pipeline: Pipeline, device: torch.device) -> None:
         check(False, "rows without a sender")
 
 
-def runner_for(pipeline: Pipeline | None, device: torch.device, folder: Path, dtype: str) -> ModelRunner:
+def runner_for(pipeline: Pipeline | None, device: torch.device, folder: Path, has_graphs: bool) -> ModelRunner:
     num_slots, chunk = 8, 24
     if pipeline is not None:
         hidden = ModelConfig.from_folder(folder).hidden_size
-        row_bytes = hidden * torch.empty((), dtype=getattr(torch, dtype)).itemsize
+        row_bytes = hidden * torch.float32.itemsize
         # A test's plans do not wait for results of steps without draws, so more steps may be in flight than a scheduler allows.
         open_device_links(pipeline, LinkSizes(row_bytes, 1024 + num_slots, num_slots, 64), device, 60.0)
     runner = make_runner(
@@ -137,11 +220,12 @@ def runner_for(pipeline: Pipeline | None, device: torch.device, folder: Path, dt
         TensorParallel(0, 1, None, device),
         device,
         pipeline=pipeline,
-        dtype=dtype,
+        dtype="float32",
         max_running_requests=num_slots,
         chunked_prefill_size=chunk,
         attention_backend="triton",
-        cuda_graph_bs=(2, 4, 8),
+        cuda_graph_bs=(1, 2, 4, 8),
+        disable_cuda_graph=not has_graphs,
     )
     note("loaded")
     warm_up(runner)
@@ -162,17 +246,19 @@ def jobs() -> list[Job]:
     return [*made, Job([*common, 7, 8], greedy(6), logprobs=LogprobSpec(output=True, prompt_start=0))]
 
 
-def tokens(pipeline: Pipeline | None, device: torch.device, folder: Path) -> list[list[int]]:
+def tokens(runner: ModelRunner) -> list[list[int]]:
     """Requests one step after the other."""
-    runner, made = runner_for(pipeline, device, folder, "float32"), jobs()
+    made = jobs()
     PlanDriver(runner, PAGE, chunk=24, share=True).run(made)
     return [job.outputs for job in made]
 
 
-def window(pipeline: Pipeline | None, device: torch.device, folder: Path) -> list[list[int]]:
-    """Two groups of rows that decode in turn, three steps in flight, as in a server with two stages."""
-    runner = runner_for(pipeline, device, folder, "float32")
-    outputs: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+def in_turn(runner: ModelRunner, num_rows: int) -> list[list[int]]:
+    """Two groups of rows that decode in turn, three steps in flight, as in a server with two stages.
+
+    While a stage waits for the one before, its host launches all kernels of the step. So those that start early do so at once.
+    """
+    outputs: list[list[int]] = [[] for _ in range(num_rows)]
     in_flight: deque[tuple[list[int], StepOutput]] = deque()
 
     def answer() -> None:
@@ -184,7 +270,7 @@ def window(pipeline: Pipeline | None, device: torch.device, folder: Path) -> lis
         for step in range(NUM_STEPS):
             if len(in_flight) == 3:
                 answer()
-            slots = list(range(step % 2, NUM_ROWS, 2))
+            slots = list(range(step % 2, num_rows, 2))
             section = decodes_of(slots) if step > 1 else prompts_of(slots)
             in_flight.append((slots, runner.launch(section)))
         while in_flight:
@@ -234,12 +320,13 @@ def main(case: str, stage: int, num_stages: int, rendezvous: str, folder: str) -
     faulthandler.dump_traceback_later(100)
     pipeline = None if num_stages == 1 else init_pipeline(stage, num_stages, rendezvous, 60.0, 3)
     with torch.inference_mode():
-        if case in ("tokens", "window"):
-            found = (tokens if case == "tokens" else window)(pipeline, device, Path(folder))
-            print(json.dumps(found))
+        kind, _, without = case.partition(" without ")
+        if folder:
+            runner = runner_for(pipeline, device, Path(folder), not without)
+            print(json.dumps(tokens(runner) if kind == "tokens" else in_turn(runner, NUM_ROWS[kind])))
         else:
             assert pipeline is not None
-            (links if case == "links" else dead)(pipeline, device)
+            {"links": links, "hammer": hammer, "dead": dead}[case](pipeline, device)
     if pipeline is not None and case != "dead":
         pipeline.min_int(0)  # nobody leaves before all have read what was sent
     print("done", flush=True)

@@ -210,9 +210,10 @@ def check_kv_scales(path: str, args: ServerArgs, config: ModelConfig) -> None:
 def check_pipeline(args: ServerArgs, config: ModelConfig) -> None:
     """Raise StartError if the model cannot be divided into stages here."""
     option = f"--pp-size {args.pp_size}"
-    if not runs_on_cpu(args):
+    if not runs_on_cpu(args) and args.prefill_chunk == -1:
         raise StartError(
-            f"{option} works on a CPU only: use --tp to split the model over GPUs, or serve with --device cpu."
+            f"{option} on GPUs needs memory for the largest step, which --chunked-prefill-size -1 does not limit: choose a"
+            " number, or leave it out."
         )
     if config.pooling is not None:
         raise StartError(f"{option} serves models that generate text, which this one does not: leave it out.")
@@ -279,10 +280,10 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     # This reads the headers, so a broken file is found here on any device.
     needed = estimate_weight_bytes(folder, dtype, quantises=args.quantization in QUANTIZING)
     if not runs_on_cpu(args):
-        memory = gpu_memory(args.base_gpu_id)
-        if memory is not None and needed / args.tp_size > memory.total:
+        memory, num_gpus = gpu_memory(args.base_gpu_id), args.tp_size * args.pp_size
+        if memory is not None and needed / num_gpus > memory.total:
             raise StartError(
-                f"The weights take {needed / args.tp_size / 1e9:.1f} GB on each of {args.tp_size} GPUs as {dtype}, and one has"
+                f"The weights take {needed / num_gpus / 1e9:.1f} GB on each of {num_gpus} GPUs as {dtype}, and one has"
                 f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not set"
                 " already."
             )
