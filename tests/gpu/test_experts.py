@@ -73,6 +73,42 @@ def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str)
     assert error_of(kernels.multiply(x, replace(choice, weights=lost), weights), expected) > 2 * MOST, "a weight lost"
 
 
+def leave_no_numbers() -> None:
+    """Fill memory that is free with what is not a number: what kernels leave undefined is that then."""
+    torch.full((256 << 20,), torch.nan, device=CUDA, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 33, 64, 256, 4096])
+def test_ranks_with_a_part_of_the_experts_add_up_to_all(num_tokens: int, shape: str) -> None:
+    """The last tokens have no expert of the first rank; the last rank has a quarter of the experts."""
+    num_experts, top_k, hidden, size = SHAPES[shape]
+    kernels = ExpertKernels(CUDA)
+    matrices = (
+        randn(num_experts, 2 * size, hidden) * hidden**-0.5,
+        randn(num_experts, hidden, size) * size**-0.5,
+    )
+    x, half, three = randn(num_tokens, hidden), num_experts // 2, num_experts * 3 // 4
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    away = -(-num_tokens // 8)
+    choice.ids[-away:] = half + torch.arange(top_k, device=CUDA, dtype=choice.ids.dtype) * (half // top_k)
+    expected, total = exactly(x, choice, *matrices), torch.zeros(num_tokens, hidden, device=CUDA)
+    load = torch.zeros(num_experts + 2, device=CUDA, dtype=torch.int64)
+    for own in (range(half), range(half, three), range(three, num_experts)):
+        gate_up, down = (matrix[own.start : own.stop].clone() for matrix in matrices)
+        weights = ExpertWeights(gate_up, down, load=load, first=own.start, num_all=num_experts)
+        leave_no_numbers()
+        part = kernels.multiply(x, choice, weights)
+        for _ in range(3):
+            leave_no_numbers()
+            assert torch.equal(kernels.multiply(x, choice, weights), part)
+        if own.start == 0:
+            assert not part[-away:].any()
+        total += part
+    assert error_of(total, expected) < MOST
+    assert torch.equal(load[:-2], 12 * torch.bincount(choice.ids.flatten(), minlength=num_experts))
+
+
 @pytest.mark.parametrize("kind", PACKED_FORMS)
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 4096])
 def test_quantised_weights_are_multiplied_as_what_they_stand_for(num_tokens: int, kind: str) -> None:
@@ -132,6 +168,47 @@ def test_every_number_is_converted_exactly(kind: str) -> None:
     got = multiply_experts(ones, ids, factors, ExpertWeights(plain, weights))
     expected = multiply_experts(ones, ids, factors, ExpertWeights(plain, meant_by(weights).bfloat16()))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+@pytest.mark.parametrize("kind", ["e4m3 by block", "int4 by 32 with zeros"])
+@pytest.mark.parametrize("num_tokens", [1, 33, 300])
+def test_quantised_weights_of_some_experts_are_those_of_all(num_tokens: int, kind: str, rounds_inputs: bool) -> None:
+    """A token whose other choices have weight 0 gets from all experts what it gets from those of this rank."""
+    num_experts, num_own, top_k, hidden, size = 16, 8, 4, 2048, 768
+    gate_up, down = (
+        packed_experts(kind, num_own, *shape, device="cuda", rounds_inputs=rounds_inputs)
+        for shape in ((2 * size, hidden), (hidden, size))
+    )
+    x, kernels = randn(num_tokens, hidden), ExpertKernels(CUDA)
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    own = (choice.ids >= 4) & (choice.ids < 4 + num_own)
+    alone = Choice(torch.where(own, choice.ids - 4, 0), torch.where(own, choice.weights, 0.0))
+    whole = kernels.multiply(x, alone, ExpertWeights(gate_up, down))
+    leave_no_numbers()
+    part = kernels.multiply(x, choice, ExpertWeights(gate_up, down, first=4, num_all=num_experts))
+    assert error_of(part, whole) < MOST
+
+
+@pytest.mark.parametrize("first", [0, 8])
+@pytest.mark.parametrize("num_tokens", [1, 4, 64, 1000])
+def test_a_graph_of_some_experts_serves_any_choice(num_tokens: int, first: int) -> None:
+    num_experts, num_own, top_k, hidden, size = 32, 16, 4, 512, 256
+    matrices = randn(num_own, 2 * size, hidden) * hidden**-0.5, randn(num_own, hidden, size) * size**-0.5
+    kernels, weights = ExpertKernels(CUDA), ExpertWeights(*matrices, first=first, num_all=num_experts)
+    x, factors = randn(num_tokens, hidden), torch.rand(num_tokens, top_k, device=CUDA)
+    ids = torch.zeros(num_tokens, top_k, device=CUDA, dtype=torch.int32)
+    choice = Choice(ids, factors)
+    kernels.multiply(x, choice, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernels.multiply(x, choice, weights)
+    for least in (0, 12, 28):  # the last: no expert of this rank
+        ids.copy_(least + torch.rand(num_tokens, num_experts - least, device=CUDA).argsort(dim=-1)[:, :top_k])
+        graph.replay()
+        assert torch.equal(captured, kernels.multiply(x, choice, weights))
+        if least == 28:
+            assert not captured.any()
 
 
 @pytest.mark.parametrize("num_tokens", [4, 64, 1000])

@@ -32,6 +32,7 @@ from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 _PDL: dict[str, Any] = {"PDL": True}
 _LAUNCH: dict[str, Any] = {"launch_pdl": True}
 EXPERTS, TOP_K, SIZE, HIDDEN = 128, 8, 768, 2048
+HALF = EXPERTS // 2  # of a rank with --ep-size 2
 _TABLE = dict.fromkeys(
     ("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "counts_ptr", "starts_ptr"), "*i32"
 )
@@ -40,8 +41,10 @@ _TABLE = dict.fromkeys(
 def expert_builds() -> list[KernelBuild]:
     """The products for every size of tiles, in bfloat16 and, for few rows, in float32."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(), _sum(bf16, False), _sum(bf16, True)]
-    builds += [_route_rows(bf16), _route_rows(fp32), _pair_gates(bf16), _token_downs(bf16)]
+    builds = [_router_logits(bf16), _router_logits(fp32), *_choices(), *_tables(EXPERTS), *_tables(HALF)]
+    builds += [_sum(bf16, has_norm, num_own) for has_norm in (False, True) for num_own in (0, HALF)]
+    builds += [_route_rows(bf16), _route_rows(fp32)]
+    builds += [build(bf16, num_own=num_own) for build in (_pair_gates, _token_downs) for num_own in (0, HALF)]
     builds += [build(bf16, kind) for build in (_pair_gates, _token_downs) for kind in ("e4m3", "e4m3 by 128")]
     builds += [build(tokens, groups) for build in (_rounded_gates, _rounded_downs) for tokens, groups in _ROUNDED]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
@@ -113,15 +116,16 @@ def _choices() -> list[KernelBuild]:
     ]
 
 
-def _tables() -> list[KernelBuild]:
+def _tables(num_own: int) -> list[KernelBuild]:
     builds = []
     for kernel in (count_pairs_kernel, count_blocks_kernel, place_pairs_kernel):
         types = {name: kind for name, kind in _TABLE.items() if name in kernel.arg_names}
-        types |= {name: "i32" for name in ("num_pairs", "num_blocks", "most") if name in kernel.arg_names}
+        types |= {name: "i32" for name in ("num_pairs", "num_blocks", "most", "first_own") if name in kernel.arg_names}
         types |= {"load_ptr": "*i64"} if "load_ptr" in kernel.arg_names else {}
         constants = {
             "HAS_LOAD": True,
             "NUM_EXPERTS": EXPERTS,
+            "NUM_OWN": num_own,
             "BLOCK_E": 128,
             "BLOCK_M": 16,
             "BLOCK": 32,
@@ -132,18 +136,29 @@ def _tables() -> list[KernelBuild]:
         constants |= _PDL
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         name = kernel.__name__.removesuffix("_kernel")
-        builds.append(KernelBuild(f"{name}[]", kernel, types, constants, {"num_warps": 8, **_LAUNCH}))
+        builds.append(KernelBuild(f"{name}[{num_own} experts]", kernel, types, constants, {"num_warps": 8, **_LAUNCH}))
     return builds
 
 
-def _sum(dtype: torch.dtype, has_norm: bool) -> KernelBuild:
+def _of(num_own: int) -> str:
+    return f", {num_own} experts" if num_own else ""
+
+
+def _sum(dtype: torch.dtype, has_norm: bool, num_own: int) -> KernelBuild:
     name = TYPE_NAMES[dtype]
     tensors = ("results_ptr", "hidden_ptr", "norm_weight_ptr", "out_ptr", "normed_ptr")
     return KernelBuild(
-        f"sum_choices[{name}{', normed' if has_norm else ''}]",
+        f"sum_choices[{name}{', normed' if has_norm else ''}{_of(num_own)}]",
         sum_choices_kernel,
-        {**dict.fromkeys(tensors, f"*{name}"), "eps": "fp32"},
-        {"TOP_K": TOP_K, "HAS_NORM": has_norm, "HIDDEN": HIDDEN, "BLOCK": 2048 if has_norm else 1024, **_PDL},
+        {**dict.fromkeys(tensors, f"*{name}"), "ids_ptr": "*i32", "eps": "fp32", "first_own": "i32"},
+        {
+            "NUM_OWN": num_own,
+            "TOP_K": TOP_K,
+            "HAS_NORM": has_norm,
+            "HIDDEN": HIDDEN,
+            "BLOCK": 2048 if has_norm else 1024,
+            **_PDL,
+        },
         _LAUNCH,
     )
 
@@ -158,12 +173,12 @@ def _route_rows(dtype: torch.dtype) -> KernelBuild:
     return KernelBuild(f"route_rows[{name}]", route_rows_kernel, types, {**constants, **routing, **_PDL}, _LAUNCH)
 
 
-def _pair_gates(dtype: torch.dtype, kind: str = "") -> KernelBuild:
+def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelBuild:
     name, tiles = TYPE_NAMES[dtype], FewTiles.of_gates(HIDDEN, 1 if kind else dtype.itemsize)
     assert tiles is not None
     scales, constants = _KINDS[kind] if kind else (f"*{name}", {})
     return KernelBuild(
-        f"pair_gates[{name}{', ' if kind else ''}{kind}]",
+        f"pair_gates[{name}{', ' if kind else ''}{kind}{_of(num_own)}]",
         pair_gates_kernel,
         {
             **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
@@ -172,8 +187,10 @@ def _pair_gates(dtype: torch.dtype, kind: str = "") -> KernelBuild:
             "ids_ptr": "*i32",
             "load_ptr": "*i64",
             "num_pairs": "i32",
+            "first_own": "i32",
         },
         {
+            "NUM_OWN": num_own,
             **_FEW_PLAIN,
             **constants,
             "HAS_BIAS": True,
@@ -193,17 +210,18 @@ def _pair_gates(dtype: torch.dtype, kind: str = "") -> KernelBuild:
     )
 
 
-def _token_downs(dtype: torch.dtype, kind: str = "") -> KernelBuild:
+def _token_downs(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelBuild:
     name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1 if kind else dtype.itemsize)
     assert tiles is not None
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}")
     scales, more = _KINDS[kind] if kind else (f"*{name}", {})
     types |= {"weight_ptr": "*u8" if kind else f"*{name}", "scales_ptr": scales}
     constants = {**_FEW_PLAIN, **more, "HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
+    constants["NUM_OWN"] = num_own
     return KernelBuild(
-        f"token_downs[{name}{', ' if kind else ''}{kind}]",
+        f"token_downs[{name}{', ' if kind else ''}{kind}{_of(num_own)}]",
         token_downs_kernel,
-        {**types, "ids_ptr": "*i32", "factors_ptr": "*fp32"},
+        {**types, "ids_ptr": "*i32", "factors_ptr": "*fp32", "first_own": "i32"},
         {**constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
         {"num_warps": tiles.num_warps, **_LAUNCH},
     )

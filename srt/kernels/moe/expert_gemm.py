@@ -1,7 +1,8 @@
 """The products of the chosen experts: gates and ups with their activation, then downs with the router's weights, then their sum.
 
 Rows are sorted by expert (`expert_tiles.py`), so with few rows each chosen expert's weights are read once. Results are stored for each
-choice of a token and added in the order of its choices, so the same step gives the same bits every time.
+choice of a token and added in the order of its choices, so the same step gives the same bits every time. A rank that has some of the
+experts only (--ep-size) computes nothing for choices of others, and adds nothing for them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ExpertGemmTiles:
     def choose(cls, num_pairs: int, num_experts: int, item_size: int, has_room: bool = False) -> ExpertGemmTiles:
         """Choose tiles that hold an expert's rows, if they are few: then its weights are read once.
 
-        `has_room` says that programs have the shared memory of Hopper, and that weights are plain.
+        `has_room` says that programs have the shared memory of Hopper, and that weights are plain. `num_pairs` are those of these experts.
         """
         mean, is_hopper = num_pairs / num_experts, has_room and item_size == 2
         if mean <= 16:
@@ -278,14 +279,17 @@ def expert_downs_kernel(
         tl.store(out_at, (sums * factors[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
-@kernel(one_variant_for=())
+@kernel(one_variant_for=("first_own",))
 def sum_choices_kernel(
     results_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
     hidden_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     eps: float,
+    first_own: int,
+    NUM_OWN: tl.constexpr,  # 0: all experts are here
     TOP_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -306,7 +310,12 @@ def sum_choices_kernel(
     wait_for_inputs(PDL)
     for choice in tl.static_range(TOP_K):
         at = results_ptr + (token * TOP_K + choice) * HIDDEN + columns
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if NUM_OWN > 0:
+            expert = tl.load(ids_ptr + token * TOP_K + choice) - first_own
+            end = tl.where((expert >= 0) & (expert < NUM_OWN), HIDDEN, 0)
+            total += tl.load(at, mask=columns < end, other=0.0).to(tl.float32)
+        else:
+            total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         total += tl.load(hidden_ptr + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     let_next_start_late(PDL)
@@ -372,30 +381,52 @@ def multiply_experts(
     x [tokens, hidden], ids i32 and factors f32 [tokens, top_k]. All tensors are contiguous. There must be tokens. Inputs of quantised
     weights are multiplied as they are.
     """
-    return add_choices(multiply_choices(x, ids, factors, weights, tiles, pdl), len(x), pdl)
+    results = multiply_choices(x, ids, factors, weights, tiles, pdl)
+    return add_choices(results, len(x), pdl, OwnChoices.of(ids, weights))
 
 
-def add_choices(results: torch.Tensor, num_tokens: int, pdl: int = 0) -> torch.Tensor:
-    """Return the sum of each token's results [tokens, hidden], for what `multiply_choices` returns."""
+@dataclass(frozen=True, slots=True)
+class OwnChoices:
+    """Which choices of tokens have results on a rank that has some of the experts."""
+
+    ids: torch.Tensor
+    experts: range
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, weights: ExpertWeights) -> OwnChoices | None:
+        """Return None if the rank has all experts."""
+        return None if weights.own is None else cls(ids, weights.own)
+
+
+def add_choices(results: torch.Tensor, num_tokens: int, pdl: int = 0, own: OwnChoices | None = None) -> torch.Tensor:
+    """Return the sum of each token's results [tokens, hidden], for what `multiply_choices` returns. `own` has those that are there."""
     hidden, block = results.shape[1], _SUM_BLOCK
     out = torch.empty((num_tokens, hidden), dtype=results.dtype, device=results.device)
     sum_choices_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        results, out, out, out, out, 0.0, TOP_K=len(results) // num_tokens, HAS_NORM=False, HIDDEN=hidden, BLOCK=block,
-        **pdl_options(pdl),
+        results, results if own is None else own.ids, out, out, out, out, 0.0, 0 if own is None else own.experts.start,
+        NUM_OWN=0 if own is None else len(own.experts), TOP_K=len(results) // num_tokens, HAS_NORM=False, HIDDEN=hidden,
+        BLOCK=block, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 def add_choices_and_norm(
-    results: torch.Tensor, hidden: torch.Tensor, norm_weight: torch.Tensor, eps: float, pdl: int = 0
+    results: torch.Tensor,
+    hidden: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    pdl: int = 0,
+    own: OwnChoices | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the norm of hidden + the sum of each token's results, that sum), for what `multiply_choices` returns."""
+    """Return (the norm of hidden + the sum of each token's results, that sum), for arguments as those of `add_choices`."""
     num_tokens, size = hidden.shape
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     block = triton.next_power_of_2(size)
     sum_choices_kernel[(num_tokens, 1)](
-        results, hidden, norm_weight, total, normed, eps, TOP_K=len(results) // num_tokens, HAS_NORM=True, HIDDEN=size,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
+        results, results if own is None else own.ids, hidden, norm_weight, total, normed, eps,
+        0 if own is None else own.experts.start, NUM_OWN=0 if own is None else len(own.experts),
+        TOP_K=len(results) // num_tokens, HAS_NORM=True, HIDDEN=size, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
     )  # fmt: skip
     return normed, total
 
@@ -408,11 +439,14 @@ def multiply_choices(
     tiles: ExpertGemmTiles | None = None,
     pdl: int = 0,
 ) -> torch.Tensor:
-    """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`."""
+    """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`.
+
+    Results of experts that are not here are undefined.
+    """
     num_experts, hidden, size = weights.down.shape
     has_room = isinstance(weights.gate_up, torch.Tensor) and is_hopper(x.device)
-    tiles = tiles or ExpertGemmTiles.choose(ids.numel(), num_experts, x.itemsize, has_room)
-    table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load, pdl)
+    tiles = tiles or ExpertGemmTiles.choose(expected_pairs(ids, weights), num_experts, x.itemsize, has_room)
+    table = ExpertTiles.sort(ids, weights.num_routed, tiles.block_m, weights.load, pdl, weights.own)
     activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
     results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
     rows = (table.pairs, table.experts, table.firsts, table.ends)
@@ -448,6 +482,11 @@ def multiply_choices(
         **_options(down_tiles),
     )
     return results
+
+
+def expected_pairs(ids: torch.Tensor, weights: ExpertWeights) -> int:
+    """Return how many of the pairs are of the experts that are here, if all experts are chosen equally often."""
+    return -(-ids.numel() * weights.down.shape[0] // weights.num_routed)
 
 
 def _options(tiles: ProductTiles) -> dict[str, int]:

@@ -3,6 +3,8 @@
 A pair is a choice of a token: pair p is choice p % top_k of token p // top_k. Sorted by expert, and by number within an expert, the
 pairs of an expert are neighbours. They are cut into tiles of up to `block_m` rows; a tile never has rows of two experts. How many tiles
 there are is known on the device only, so the table has room for as many as there can be, and those behind the last are empty.
+
+A rank may have some of the experts only (--ep-size). All pairs are sorted there too, but only those of its experts have tiles.
 """
 
 from __future__ import annotations
@@ -37,21 +39,29 @@ class ExpertTiles:
 
     @classmethod
     def sort(
-        cls, ids: torch.Tensor, num_experts: int, block_m: int, load: torch.Tensor | None = None, pdl: int = 0
+        cls,
+        ids: torch.Tensor,
+        num_experts: int,
+        block_m: int,
+        load: torch.Tensor | None = None,
+        pdl: int = 0,
+        own: range | None = None,
     ) -> ExpertTiles:
         """Sort the pairs by their experts, ids [tokens, top_k] i32, and add them to the load. Never waits for the device.
 
-        The number of experts stands for none: such pairs come last, and no tile has them.
+        The number of experts stands for none: such pairs come last, and no tile has them. If only `own` experts are here, only their
+        pairs have tiles, which count experts from the first of those.
         """
         num_pairs, device = ids.numel(), ids.device
-        most = num_pairs // block_m + min(num_pairs, num_experts)
+        first, num_own = (0, num_experts) if own is None else (own.start, len(own))
+        most = num_pairs // block_m + min(num_pairs, num_own)
         experts, firsts, ends = (torch.empty(most, dtype=torch.int32, device=device) for _ in range(3))
         sizes = {"NUM_EXPERTS": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts)}
-        sizes |= {"BLOCK_M": block_m, "BLOCK": _BLOCK}
+        sizes |= {"NUM_OWN": num_own, "BLOCK_M": block_m, "BLOCK": _BLOCK}
         if num_pairs <= MOST_COUNTED_PAIRS:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
             count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
-                ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most,
+                ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most, first,
                 HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes, **pdl_options(pdl)
             )  # fmt: skip
         else:
@@ -64,8 +74,8 @@ class ExpertTiles:
             )  # fmt: skip
             place_pairs_kernel[(num_blocks + triton.cdiv(most, _BLOCK),)](
                 ids, counts, torch.empty_like(counts), pairs, experts, firsts, ends, ids if load is None else load,
-                num_pairs, num_blocks, most, HAS_LOAD=load is not None, BLOCK_PAIRS=_BLOCK_PAIRS, AT_ONCE=_AT_ONCE,
-                num_warps=8, **sizes,
+                num_pairs, num_blocks, most, first, HAS_LOAD=load is not None, BLOCK_PAIRS=_BLOCK_PAIRS,
+                AT_ONCE=_AT_ONCE, num_warps=8, **sizes,
             )  # fmt: skip
         return cls(pairs, experts, firsts, ends, block_m)
 
@@ -79,11 +89,16 @@ def _write_tiles(
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
     most: int,
+    first_own: int,
     NUM_EXPERTS: tl.constexpr,
+    NUM_OWN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
     """Write some tiles of the table, given the first row and the number of rows of each expert."""
+    if NUM_OWN < NUM_EXPERTS:
+        own = tl.arange(0, BLOCK_E) - first_own
+        counts = tl.where((own >= 0) & (own < NUM_OWN), counts, 0)
     per_expert = (counts + BLOCK_M - 1) // BLOCK_M
     tile_ends = tl.cumsum(per_expert, axis=0)
     found = tl.sum((tile_ends[None, :] <= tiles[:, None]).to(tl.int32), axis=1)
@@ -94,7 +109,7 @@ def _write_tiles(
     first = start + number * BLOCK_M
     end = tl.where(found < NUM_EXPERTS, tl.minimum(start + count, first + BLOCK_M), first)
     inside = tiles < most
-    tl.store(experts_ptr + tiles, tl.minimum(found, NUM_EXPERTS - 1), mask=inside)
+    tl.store(experts_ptr + tiles, tl.minimum(found - first_own, NUM_OWN - 1), mask=inside)
     tl.store(firsts_ptr + tiles, first, mask=inside)
     tl.store(ends_ptr + tiles, end, mask=inside)
 
@@ -110,7 +125,7 @@ def add_step_to_load(counts: tl.tensor, load_ptr: tl.tensor, NUM_EXPERTS: tl.con
     tl.store(load_ptr + NUM_EXPERTS + 1, tl.load(load_ptr + NUM_EXPERTS + 1) + 1)
 
 
-@kernel(one_variant_for=("num_pairs", "most"))
+@kernel(one_variant_for=("num_pairs", "most", "first_own"))
 def count_pairs_kernel(
     ids_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -120,8 +135,10 @@ def count_pairs_kernel(
     load_ptr: tl.tensor,
     num_pairs: int,
     most: int,
+    first_own: int,
     HAS_LOAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    NUM_OWN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -159,7 +176,10 @@ def count_pairs_kernel(
             if place == 0:
                 add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
         tiles = place * BLOCK + tl.arange(0, BLOCK)
-        _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+        _write_tiles(
+            starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, first_own, NUM_EXPERTS, NUM_OWN, BLOCK_E,
+            BLOCK_M,
+        )  # fmt: skip
 
 
 @kernel(one_variant_for=("num_pairs",))
@@ -183,7 +203,7 @@ def count_blocks_kernel(
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + experts, counts)
 
 
-@kernel(one_variant_for=("num_pairs", "num_blocks", "most"))
+@kernel(one_variant_for=("num_pairs", "num_blocks", "most", "first_own"))
 def place_pairs_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,  # [blocks, BLOCK_E]: what `count_blocks_kernel` counted
@@ -196,8 +216,10 @@ def place_pairs_kernel(
     num_pairs: int,
     num_blocks: int,
     most: int,
+    first_own: int,
     HAS_LOAD: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    NUM_OWN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -239,4 +261,7 @@ def place_pairs_kernel(
             if number == 0:
                 add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
         tiles = number * BLOCK + tl.arange(0, BLOCK)
-        _write_tiles(starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, NUM_EXPERTS, BLOCK_E, BLOCK_M)
+        _write_tiles(
+            starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, first_own, NUM_EXPERTS, NUM_OWN, BLOCK_E,
+            BLOCK_M,
+        )  # fmt: skip

@@ -67,6 +67,16 @@ class FewTiles:
 
 
 @jit
+def _own_expert(expert: tl.tensor, first_own: int, NUM_OWN: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return (the number of an expert among those of this rank, 1 if it is one of them, else 0). NUM_OWN is 0 if all are."""
+    if NUM_OWN == 0:
+        return expert.to(tl.int64), tl.full((), 1, tl.int32)
+    else:
+        own = expert.to(tl.int64) - first_own
+        return own, tl.where((own >= 0) & (own < NUM_OWN), 1, 0)
+
+
+@jit
 def _none() -> tl.tuple:
     return ()
 
@@ -197,7 +207,7 @@ def route_rows_kernel(
     tl.store(weights_ptr + row * TOP_K + choices, factors, mask=choices < TOP_K)
 
 
-@kernel(one_variant_for=("num_pairs",))
+@kernel(one_variant_for=("num_pairs", "first_own"))
 def pair_gates_kernel(
     x_ptr: tl.tensor,  # [tokens, HIDDEN]
     weight_ptr: tl.tensor,
@@ -207,6 +217,7 @@ def pair_gates_kernel(
     ids_ptr: tl.tensor,
     load_ptr: tl.tensor,
     num_pairs: int,
+    first_own: int,
     KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -216,6 +227,7 @@ def pair_gates_kernel(
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    NUM_OWN: tl.constexpr,  # 0: all experts are here
     BLOCK_E: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -223,7 +235,10 @@ def pair_gates_kernel(
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,  # 0 or LATE: the next kernel may only start when the choice, which it reads at once, is there
 ) -> None:
-    """Program (p, n) computes block n of the activated gates and ups of pair p. Behind the last block is a program for the load."""
+    """Program (p, n) computes block n of the activated gates and ups of pair p, if its expert is here.
+
+    Behind the last block is a program for the load.
+    """
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     pair, block = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
@@ -237,13 +252,14 @@ def pair_gates_kernel(
                 counts = tl.where(tl.arange(0, BLOCK_E) < NUM_EXPERTS, counts, 0)
                 add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
     else:
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        expert, is_own = _own_expert(tl.load(ids_ptr + pair), first_own, NUM_OWN)
         outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        is_output = outputs < SIZE * is_own
         rows = weight_ptr + expert * (2 * SIZE * HIDDEN) + outputs[:, None] * HIDDEN
         gates, ups = _none(), _none()
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
-            is_weight = (outputs < SIZE)[:, None] & (k < HIDDEN)[None, :]
+            is_weight = is_output[:, None] & (k < HIDDEN)[None, :]
             gates = _with(gates, _stream(rows + k[None, :], is_weight))
             ups = _with(ups, _stream(rows + SIZE * HIDDEN + k[None, :], is_weight))
         scales_at = scales_ptr + expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + outputs
@@ -254,26 +270,26 @@ def pair_gates_kernel(
             k = step * BLOCK_K + columns
             x = tl.load(x_ptr + pair // TOP_K * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
             gate_sums += _products(
-                gates[step], x, scales_at, outputs < SIZE, step * BLOCK_K,
+                gates[step], x, scales_at, is_output, step * BLOCK_K,
                 KIND, GROUP, HIDDEN, 2 * SIZE, BLOCK_N, BLOCK_K, HOPPER,
             )  # fmt: skip
             up_sums += _products(
-                ups[step], x, scales_at + SIZE, outputs < SIZE, step * BLOCK_K,
+                ups[step], x, scales_at + SIZE, is_output, step * BLOCK_K,
                 KIND, GROUP, HIDDEN, 2 * SIZE, BLOCK_N, BLOCK_K, HOPPER,
             )  # fmt: skip
         gate, up = tl.sum(gate_sums, 1), tl.sum(up_sums, 1)
         if KIND == E4M3 and GROUP > HIDDEN:
-            gate *= tl.load(scales_at, mask=outputs < SIZE, other=0.0)
-            up *= tl.load(scales_at + SIZE, mask=outputs < SIZE, other=0.0)
+            gate *= tl.load(scales_at, mask=is_output, other=0.0)
+            up *= tl.load(scales_at + SIZE, mask=is_output, other=0.0)
         if HAS_BIAS:
             bias_at = bias_ptr + expert * (2 * SIZE) + outputs
-            gate += tl.load(bias_at, mask=outputs < SIZE, other=0.0).to(tl.float32)
-            up += tl.load(bias_at + SIZE, mask=outputs < SIZE, other=0.0).to(tl.float32)
+            gate += tl.load(bias_at, mask=is_output, other=0.0).to(tl.float32)
+            up += tl.load(bias_at + SIZE, mask=is_output, other=0.0).to(tl.float32)
         activated = activate(gate, up, LIMIT)
-        tl.store(out_ptr + pair * SIZE + outputs, activated.to(out_ptr.dtype.element_ty), mask=outputs < SIZE)
+        tl.store(out_ptr + pair * SIZE + outputs, activated.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
-@kernel(one_variant_for=())
+@kernel(one_variant_for=("first_own",))
 def token_downs_kernel(
     x_ptr: tl.tensor,  # [pairs, SIZE]
     weight_ptr: tl.tensor,
@@ -282,42 +298,46 @@ def token_downs_kernel(
     out_ptr: tl.tensor,  # [tokens, HIDDEN]
     ids_ptr: tl.tensor,
     factors_ptr: tl.tensor,
+    first_own: int,
     KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
+    NUM_OWN: tl.constexpr,  # 0: all experts are here
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (t, n) computes block n of the weighted sum of the results of token t's choices."""
+    """Program (t, n) computes block n of the weighted sum of the results of token t's choices of experts that are here."""
     STEPS: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
     let_next_start(PDL)
     token, block = tl.program_id(0), tl.program_id(1)
     outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     is_output = outputs < HIDDEN
-    weights, factors, scales = _none(), _none(), _none()
+    weights, factors, scales, owns = _none(), _none(), _none(), _none()
     bias = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(TOP_K):
         # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
-        expert = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg").to(tl.int64)
+        chosen = tl.load(ids_ptr + token * TOP_K + choice, cache_modifier=".cg")
+        expert, is_own = _own_expert(chosen, first_own, NUM_OWN)
+        owns = _with(owns, is_own)
         factor = tl.load(factors_ptr + token * TOP_K + choice, cache_modifier=".cg")
         factors = _with(factors, factor)
         scales_at = scales_ptr + expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + outputs
         if KIND == E4M3 and GROUP > SIZE:
-            scales = _with(scales, factor * tl.load(scales_at, mask=is_output, other=0.0))
+            scales = _with(scales, factor * tl.load(scales_at, mask=outputs < HIDDEN * is_own, other=0.0))
         else:
             scales = _with(scales, scales_at)
         rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs[:, None] * SIZE
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
-            is_weight = (outputs < HIDDEN)[:, None] & (k < SIZE)[None, :]
+            is_weight = (outputs < HIDDEN * is_own)[:, None] & (k < SIZE)[None, :]
             weights = _with(weights, _stream(rows + k[None, :], is_weight))
         if HAS_BIAS:
-            of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN, other=0.0)
+            of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN * is_own, other=0.0)
             bias += of_expert.to(tl.float32) * factor
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
@@ -326,7 +346,8 @@ def token_downs_kernel(
     for choice in tl.static_range(TOP_K):
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
-            x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
+            is_x = k < SIZE * owns[choice]
+            x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=is_x, other=0.0).to(tl.float32)
             if KIND == E4M3 and GROUP > SIZE:
                 products = _products(
                     weights[choice * STEPS + step], x, outputs, is_output, step * BLOCK_K,
@@ -335,7 +356,7 @@ def token_downs_kernel(
                 sums += products * scales[choice][:, None]
             else:
                 sums += _products(
-                    weights[choice * STEPS + step], x * factors[choice], scales[choice], is_output, step * BLOCK_K,
+                    weights[choice * STEPS + step], x * factors[choice], scales[choice], outputs < HIDDEN * owns[choice], step * BLOCK_K,
                     KIND, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
                 )  # fmt: skip
     total = tl.sum(sums, 1) + bias
@@ -397,23 +418,24 @@ def multiply_few(
     """Do what `multiply_experts` does, for few tokens. `ids` and `factors` are those of `route_rows` just before."""
     (num_tokens, hidden), top_k = x.shape, ids.shape[1]
     gate_up, down = StoredMatrices.of(weights.gate_up), StoredMatrices.of(weights.down)
-    (num_experts, _, size), (gates, downs) = weights.down.shape, tiles
+    size, num_experts, (gates, downs) = weights.down.shape[2], weights.num_routed, tiles
+    num_own = 0 if weights.own is None else len(weights.own)
     assert ids.numel() <= MOST_PAIRS, ids.shape
     is_on_hopper = is_hopper(x.device)
     activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     pair_gates_kernel[(num_tokens * top_k, triton.cdiv(size, gates.block_n) + (weights.load is not None))](
         x, *gate_up.tensors[:2], x if weights.gate_up_bias is None else weights.gate_up_bias, activated, ids,
-        ids if weights.load is None else weights.load, num_tokens * top_k, KIND=gate_up.kind, GROUP=gate_up.group,
-        HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None, LIMIT=weights.limit or 0.0,
-        TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, HOPPER=is_on_hopper,
-        num_warps=gates.num_warps, **pdl_options(LATE.value if pdl else 0),
+        ids if weights.load is None else weights.load, num_tokens * top_k, weights.first, KIND=gate_up.kind,
+        GROUP=gate_up.group, HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None,
+        LIMIT=weights.limit or 0.0, TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, NUM_OWN=num_own,
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n,
+        BLOCK_K=gates.block_k, HOPPER=is_on_hopper, num_warps=gates.num_warps, **pdl_options(LATE.value if pdl else 0),
     )  # fmt: skip
     out = torch.empty_like(x)
     token_downs_kernel[(num_tokens, triton.cdiv(hidden, downs.block_n))](
         activated, *down.tensors[:2], x if weights.down_bias is None else weights.down_bias, out, ids, factors,
-        KIND=down.kind, GROUP=down.group, HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size,
-        HIDDEN=hidden, BLOCK_N=downs.block_n, BLOCK_K=downs.block_k, HOPPER=is_on_hopper, num_warps=downs.num_warps,
-        **pdl_options(pdl),
+        weights.first, KIND=down.kind, GROUP=down.group, HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size,
+        HIDDEN=hidden, NUM_OWN=num_own, BLOCK_N=downs.block_n, BLOCK_K=downs.block_k, HOPPER=is_on_hopper,
+        num_warps=downs.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

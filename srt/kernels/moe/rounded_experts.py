@@ -17,7 +17,7 @@ from srt.kernels.build.jit import kernel
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.fp8_gemm import GROUP, quantise_rows
 from srt.kernels.gemm.packed_gemm import is_hopper
-from srt.kernels.moe.expert_gemm import StoredMatrices, activate
+from srt.kernels.moe.expert_gemm import StoredMatrices, activate, expected_pairs
 from srt.kernels.moe.expert_tiles import ExpertTiles
 
 if TYPE_CHECKING:
@@ -181,9 +181,9 @@ def multiply_rounded(
     """Return what `multiply_choices` returns, for e4m3 numbers and inputs rounded to such, 128 at a time."""
     num_experts, hidden, size = weights.down.shape
     num_pairs, device = ids.numel(), x.device
-    tiles = tiles or RoundedTiles.choose(num_pairs, num_experts)
+    tiles = tiles or RoundedTiles.choose(expected_pairs(ids, weights), num_experts)
     numbers, x_scales = quantise_rows(x, has_groups=True, pdl=pdl)
-    table = ExpertTiles.sort(ids, num_experts, tiles.block_m, weights.load, pdl)
+    table = ExpertTiles.sort(ids, weights.num_routed, tiles.block_m, weights.load, pdl, weights.own)
     activated = torch.empty((num_pairs, size), dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty((num_pairs, size // GROUP), dtype=torch.float32, device=device)
     results = torch.empty((num_pairs, hidden), dtype=x.dtype, device=device)

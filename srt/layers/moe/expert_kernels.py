@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.build.pdl import has_pdl, pdl_for
-from srt.kernels.moe.expert_gemm import add_choices, add_choices_and_norm, multiply_choices
+from srt.kernels.moe.expert_gemm import OwnChoices, add_choices, add_choices_and_norm, multiply_choices
 from srt.kernels.moe.few_tokens import MOST_ROUTED_ROWS, multiply_few, route_rows, tiles_of_few
 from srt.kernels.moe.rounded_experts import multiply_rounded, rounds_inputs
 from srt.kernels.moe.route import choose_experts, router_logits
@@ -27,7 +27,8 @@ class ExpertKernels(ExpertOps):
 
     def route(self, x: Tensor, router: Router) -> Choice:
         if not len(x):
-            return super().route(x, router)
+            none = x.new_empty((0, router.routing.top_k), dtype=torch.int32)
+            return Choice(none, none.float())
         if self.can_route_rows(x):
             return self.route_rows(x, router)[1]
         pdl = self._pdl(x)
@@ -51,7 +52,8 @@ class ExpertKernels(ExpertOps):
         tiles = tiles_of_few(choice.ids, weights, x.itemsize)
         if tiles is not None:
             return multiply_few(x.contiguous(), choice.ids, choice.weights, weights, tiles, self._pdl(x))
-        return add_choices(self._results(x, choice, weights), len(x), self._pdl_of_tiles(x))
+        own = OwnChoices.of(choice.ids, weights)
+        return add_choices(self._results(x, choice, weights), len(x), self._pdl_of_tiles(x), own)
 
     def multiply_and_norm(
         self, hidden: Tensor, x: Tensor, choice: Choice, weights: ExpertWeights, norm_weight: Tensor, eps: float
@@ -60,7 +62,8 @@ class ExpertKernels(ExpertOps):
         if not 0 < len(x) <= _MOST_NORMED_ROWS or tiles_of_few(choice.ids, weights, x.itemsize) is not None:
             return None
         results = self._results(x, choice, weights)
-        return add_choices_and_norm(results, hidden.contiguous(), norm_weight, eps, self._pdl_of_tiles(x))
+        own = OwnChoices.of(choice.ids, weights)
+        return add_choices_and_norm(results, hidden.contiguous(), norm_weight, eps, self._pdl_of_tiles(x), own)
 
     def _results(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
         """Return the weighted result of each choice of each token."""

@@ -63,7 +63,19 @@ class ExpertWeights:
     down_bias: Tensor | None = None  # [experts, hidden_size]; on one rank only, because the ranks' results are added
     limit: float | None = None  # None: silu(gate) * up; else gpt-oss's activation
     load: Tensor | None = None  # [all experts + 2] i64: what `add_load` adds up
-    first: int = 0  # the router's number of the first of these experts; on GPUs a rank has all of them
+    first: int = 0  # the router's number of the first of these experts
+    num_all: int | None = None  # experts that the router chooses from; None: these are all
+
+    @property
+    def num_routed(self) -> int:
+        """How many experts the router chooses from."""
+        return self.down.shape[0] if self.num_all is None else self.num_all
+
+    @property
+    def own(self) -> range | None:
+        """The router's numbers of these experts; None if these are all."""
+        num_own = self.down.shape[0]
+        return None if num_own == self.num_routed else range(self.first, self.first + num_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,7 @@ class ExpertOps:
         flat = choice.ids.flatten()
         sorted_pairs = flat.argsort(stable=True)
         num_experts = weights.down.shape[0]
-        counts = torch.bincount(flat, minlength=num_experts if weights.load is None else len(weights.load) - 2)
+        counts = torch.bincount(flat, minlength=weights.num_routed)
         add_load(weights.load, counts)
         own = counts[weights.first : weights.first + num_experts].tolist()
         has_all = sum(own) == len(flat)

@@ -93,7 +93,8 @@ class ExpertLayers(WeightedModule):
     def matrices(self) -> ExpertWeights:
         """What the operations read."""
         biases = self.gate_up_bias, self.down_bias if self._adds_bias else None
-        return ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load, self._experts.start)
+        numbers = self._experts.start, self._spec.routing.num_experts
+        return ExpertWeights(self.gate_up, self.down, *biases, self._spec.limit, self.load, *numbers)
 
     def places(self, path: str) -> tuple[list[list[Place]], list[list[Place]]]:
         """Return the checkpoint's layers that make up each expert's gates and ups, and its downs, if these are not plain matrices."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from srt.kernels.moe import expert_gemm, expert_tiles
 from srt.kernels.moe.expert_gemm import (
     ExpertGemmTiles,
+    OwnChoices,
     ProductTiles,
     add_choices,
     add_choices_and_norm,
@@ -242,3 +245,76 @@ def test_tiles_are_chosen_for_every_number_of_rows() -> None:
     ]
     assert [tiles.block_m for tiles in hopper] == [16, 16, 16, 32, 64, 128]
     assert [tiles.gates.is_swapped for tiles in hopper] == [False, True, True, True, False, False]
+
+
+_empty = torch.empty
+
+
+def filled_with_nan(*shape: Any, **kinds: Any) -> Tensor:
+    tensor = _empty(*shape, **kinds)
+    return tensor.fill_(torch.nan) if tensor.dtype in (torch.float32, torch.bfloat16) else tensor
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles", "most_counted"),
+    [(14, SMALL, expert_tiles.MOST_COUNTED_PAIRS), (14, SWAPPED, 0), (3, None, 0)],
+    ids=["tiles", "swapped", "few"],
+)
+def test_ranks_with_some_of_the_experts_add_up_to_all(
+    num_tokens: int, tiles: ExpertGemmTiles | None, most_counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank has one expert, the second two that no token takes, the third the rest; results of others are not numbers."""
+    monkeypatch.setattr(expert_tiles, "MOST_COUNTED_PAIRS", most_counted)
+    monkeypatch.setattr(expert_tiles, "_BLOCK_PAIRS", 16)
+    monkeypatch.setattr(torch, "empty", filled_with_nan)
+    x = torch.randn(num_tokens, 40)
+    matrices = torch.randn(6, 2 * 20, 40), torch.randn(6, 40, 20), torch.randn(6, 2 * 20), torch.randn(6, 40)
+    choice = Choice(
+        torch.tensor([0, 3, 4, 5])[torch.rand(num_tokens, 4).argsort(dim=1)[:, :3]], torch.rand(num_tokens, 3)
+    )
+    choice.ids[-1] = torch.tensor([5, 3, 4])  # a token without the first rank's expert
+    expected = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(*matrices, 2.0))
+    total = torch.zeros_like(x)
+    for own in (range(1), range(1, 3), range(3, 6)):
+        gates, downs, gate_biases, down_biases = (matrix[own.start : own.stop] for matrix in matrices)
+        load = torch.zeros(8, dtype=torch.int64)
+        weights = ExpertWeights(gates, downs, gate_biases, down_biases, 2.0, load, own.start, 6)
+        if tiles is None:
+            part = multiply_few(x, choice.ids.int(), choice.weights, weights, (FewTiles(4, 32), FewTiles(8, 16)))
+        else:
+            part = multiply_experts(x, choice.ids.int(), choice.weights, weights, tiles)
+        torch.testing.assert_close(part, TORCH_EXPERT_OPS.multiply(x, choice, weights), rtol=1e-4, atol=1e-4)
+        counts = torch.bincount(choice.ids.flatten(), minlength=6).tolist()
+        assert load.tolist() == [2 * count for count in counts] + [2 * sum(map(bool, counts)), 2]
+        total += part
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", PACKED_FORMS)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_quantised_weights_of_some_experts_are_multiplied_as_what_they_stand_for(num_tokens: int, kind: str) -> None:
+    hidden, size = 160, 96
+    gate_up, down = packed_experts(kind, 2, 2 * size, hidden), packed_experts(kind, 2, hidden, size)
+    x, choice = torch.randn(num_tokens, hidden), choose(torch.randn(num_tokens, 5), Routing(5, 3))
+    choice.ids[0] = torch.tensor([3, 1, 2])
+    plain = ExpertWeights(meant_by(gate_up), meant_by(down), first=2, num_all=5)
+    expected = TORCH_EXPERT_OPS.multiply(x, choice, plain)
+    weights = ExpertWeights(gate_up, down, first=2, num_all=5)
+    got = ExpertKernels(CPU).multiply(x, Choice(choice.ids.int(), choice.weights), weights)
+    assert error_of(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["e4m3 by output", "e4m3 by block"])
+def test_products_of_some_experts_round_inputs_too(kind: str) -> None:
+    hidden, size = 256, 128
+    gate_up, down = packed_experts(kind, 3, 2 * size, hidden), packed_experts(kind, 3, hidden, size)
+    x, choice, tiles = torch.randn(5, hidden), choose(torch.randn(5, 3), Routing(3, 2)), RoundedTiles(16)
+    whole = multiply_rounded(x, choice.ids.int(), choice.weights, ExpertWeights(gate_up, down), tiles)
+    weights = ExpertWeights(gate_up, down, first=4, num_all=9)
+    ids = choice.ids.int() + 4
+    ids[choice.ids == 0] = 8  # beyond this rank's experts
+    part = multiply_rounded(x, ids, choice.weights, weights, tiles)
+    is_own = (choice.ids > 0).flatten()
+    assert torch.equal(part[is_own], whole[is_own])
+    whole[~is_own], part[~is_own] = 0.0, torch.nan
+    assert torch.equal(add_choices(part, 5, own=OwnChoices.of(ids, weights)), add_choices(whole, 5))
