@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -43,6 +43,12 @@ class SharedExperts(Protocol):
     def sum_own(self, summands: Tensor) -> Tensor:
         """Return the sum over ranks of this group's rows. `summands` are this rank's for the rows of all groups."""
 
+    def pad(self, num_tokens: int) -> None:
+        """Let each group have this number of tokens in the present step; what it lacks is padding."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let this rank precompile without the others, as `TensorParallel.alone` does."""
+
     def close(self) -> None: ...
 
 
@@ -56,7 +62,8 @@ class _Echo:
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], /
     ) -> Work:
-        raise AssertionError("ranks that precompile alone have no tokens for single ranks")
+        output.copy_(input)  # all ranks appear to have as many rows
+        return _Done()
 
     def shutdown(self) -> None:
         pass
@@ -106,9 +113,12 @@ class TensorParallel:
         """Return the sum over ranks, added in rank order. Low precision is added in float32 and rounded once."""
         if self._group is None:
             return x
-        if self._peers is not None and (added := self._peers.add(x)) is not None:
-            return added
-        return self.add(self._gather(x))
+        added = self.add_small(x)
+        return self.add(self._gather(x)) if added is None else added
+
+    def add_small(self, x: Tensor) -> Tensor | None:
+        """Return what `all_reduce` returns, if the ranks write each other's memory and it is small enough for that; else None."""
+        return None if self._peers is None else self._peers.add(x)
 
     def add(self, parts: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, which are stacked, added in rank order."""
@@ -171,9 +181,15 @@ class TensorParallel:
         group = self._group
         self._group = None if group is None else _Echo()
         try:
-            yield
+            with nullcontext() if self.exchange is None else self.exchange.alone():
+                yield
         finally:
             self._group = group
+
+    @property
+    def lost_peer(self) -> CollectiveError | None:
+        """An error that names the peer on which the device has given up, if any."""
+        return None if self._peers is None else self._peers.lost_peer
 
     @contextmanager
     def naming_lost_peer(self) -> Iterator[None]:
@@ -181,7 +197,7 @@ class TensorParallel:
         try:
             yield
         except Exception as error:
-            lost = None if self._peers is None else self._peers.lost_peer
+            lost = self.lost_peer or (None if self.exchange is None else self.exchange.ranks.lost_peer)
             if lost is None:
                 raise
             raise lost from error

@@ -1,7 +1,8 @@
 """The runner of a rank whose attention group shares the experts of the model with other groups (--enable-dp-attention).
 
 Every step of a group is a step of all ranks (expert_exchange.py). A rank that has no plan joins the steps of the others when they call:
-it computes its part of the experts in each layer, for their tokens.
+it computes its part of the experts in each layer, for their tokens. If no group has tokens of prompts, all ranks replay the graph of one
+number of rows, which those without tokens fill with padding.
 """
 
 from __future__ import annotations
@@ -56,15 +57,32 @@ class AttentionGroupRunner(ModelRunner):
         return super().forward_extend(batch)
 
     def forward_decode(self, step: DecodeStep) -> DecodeOutput:
-        self._enter(len(step.slots))
+        self._enter(len(step.slots), is_decode=True)
+        assert self._decode_runner is not None, "a runner without graphs.decodes has no fixed buffers for decode steps"
+        self._decode_runner.graph_rows = self._choose_graph()
         return super().forward_decode(step)
 
-    def _enter(self, num_tokens: int) -> None:
+    def _enter(self, num_tokens: int, is_decode: bool = False) -> None:
         """Begin a step with the group's tokens, or take part in steps of others until all ranks of the group have their plan."""
-        while not self._exchange.meet(num_tokens):
+        while not self._exchange.meet(num_tokens, is_decode):
             self._run_without_tokens()
 
+    def _choose_graph(self) -> int:
+        """Return the rows of the graph that all ranks replay in this step; 0 if they launch it kernel by kernel."""
+        exchange, decodes = self._exchange, self._decode_runner
+        if decodes is None or not exchange.all_decode:
+            return 0
+        size = decodes.common_size(max(exchange.global_num_tokens))
+        if size:
+            exchange.pad(size)
+        return size
+
     def _run_without_tokens(self) -> None:
-        if any(self._exchange.global_num_tokens):
+        if not any(self._exchange.global_num_tokens):
+            return
+        size = self._choose_graph()
+        if size and self._decode_runner is not None:
+            self._decode_runner.replay_padding(size)
+        else:
             for mixture in self._mixtures:
                 mixture.join()

@@ -28,12 +28,11 @@ class RankOptions(LoraOptions):
     )
     pp_layer_partition: tuple[int, ...] = option((), "numbers of layers of the stages (default: even)", group=DEVICE)
     ep_size: int = option(
-        1, "groups of --tp ranks that divide experts (CPU)", group=DEVICE, aliases=("--ep", "--expert-parallel-size")
+        1, "groups of --tp ranks that divide the experts", group=DEVICE, aliases=("--ep", "--expert-parallel-size")
     )
     enable_dp_attention: bool = option(
         False,
-        "divide the --tp-size ranks into --dp-size groups: all share the experts, and each runs attention for requests of its own"
-        " (on a CPU only)",
+        "divide the --tp-size ranks into --dp-size groups: all share the experts, and each runs attention for requests of its own",
         group=DEVICE,
     )
     load_balance_method: str = option(

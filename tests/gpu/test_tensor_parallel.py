@@ -69,16 +69,73 @@ def test_two_ranks_in_graphs_give_the_tokens_of_a_cpu(
         assert outputs_of(runtime) == expected
 
 
-def test_two_ranks_update_weights_and_lend_memory(checkpoint: CheckpointFactory) -> None:
+@pytest.mark.parametrize("disable_custom_all_reduce", [False, True], ids=["peers", "nccl"])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("deepseek_v3", {"num_layers": 3, "tied": False}), ("gpt_oss", {})]
+)
+def test_two_ranks_with_half_of_the_experts_each_give_the_tokens_of_a_cpu(
+    checkpoint: CheckpointFactory, family: str, changes: dict[str, Any], disable_custom_all_reduce: bool
+) -> None:
+    options: dict[str, Any] = {
+        "model_path": str(checkpoint(family, **changes)),
+        "dtype": "float32",
+        "page_size": 16,
+        "max_total_tokens": 8192,
+    }
+    with Runtime(**options, device="cpu") as runtime:
+        expected = outputs_of(runtime)
+    graphs: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": [1, 2, 4, 8]}
+    graphs["disable_custom_all_reduce"] = disable_custom_all_reduce
+    with Runtime(**options, **graphs, device="cuda", tp_size=2, ep_size=2) as runtime:
+        assert outputs_of(runtime) == expected, "before all graphs are there"
+        while num_graphs_left(runtime):
+            pass
+        assert outputs_of(runtime) == expected
+        alone = runtime.generate(input_ids=[PROMPTS[1]], sampling_params=GREEDY)
+        assert alone[0]["output_ids"] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ep_size"),
+    [("qwen3_moe", {}, 2), ("qwen3_moe", {}, 1), ("deepseek_v3", {"num_layers": 3, "tied": False}, 2)],
+)
+@pytest.mark.parametrize(
+    "how", [{"disable_custom_all_reduce": True, "disable_cuda_graph": True}, {"disable_cuda_graph": True}, {}], ids=str
+)
+def test_two_attention_groups_give_the_tokens_of_a_cpu(
+    checkpoint: CheckpointFactory, family: str, changes: dict[str, Any], ep_size: int, how: dict[str, Any]
+) -> None:
+    """All requests at once, then one alone in each group, beside which the other group only computes experts."""
+    options: dict[str, Any] = {
+        "model_path": str(checkpoint(family, **changes)),
+        "dtype": "float32",
+        "page_size": 16,
+        "max_total_tokens": 8192,
+        "attention_backend": "triton",
+    }
+    with Runtime(**{**options, "attention_backend": None}, device="cpu") as runtime:
+        expected = outputs_of(runtime)
+    groups: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "ep_size": ep_size}
+    groups |= {"cuda_graph_bs": [1, 2, 4, 8], **how}
+    with Runtime(**options, **groups, device="cuda", load_balance_method="round_robin") as runtime:
+        for _ in range(2):
+            assert outputs_of(runtime) == expected
+        for prompt, output in list(zip(PROMPTS, expected, strict=False))[:3]:
+            (alone,) = runtime.generate(input_ids=[prompt], sampling_params=GREEDY)
+            assert alone["output_ids"] == output
+
+
+@pytest.mark.parametrize(("family", "ep_size"), [("qwen3", 1), ("qwen3_moe", 2)])
+def test_two_ranks_update_weights_and_lend_memory(checkpoint: CheckpointFactory, family: str, ep_size: int) -> None:
     """Under captured graphs: afterwards the tokens are those of a CPU with the same weights."""
-    folders = [str(checkpoint("qwen3", seed=seed)) for seed in (0, 1)]
+    folders = [str(checkpoint(family, seed=seed)) for seed in (0, 1)]
     options: dict[str, Any] = {"dtype": "float32", "page_size": 16, "max_total_tokens": 8192}
     expected = []
     for folder in folders:
         with Runtime(model_path=folder, **options, device="cpu") as runtime:
             expected.append(outputs_of(runtime))
     graphs: dict[str, Any] = {"attention_backend": "triton", "cuda_graph_bs": [2, 4, 8], "enable_memory_saver": True}
-    with Runtime(model_path=folders[0], **options, **graphs, device="cuda", tp_size=2) as runtime:
+    with Runtime(model_path=folders[0], **options, **graphs, device="cuda", tp_size=2, ep_size=ep_size) as runtime:
         while num_graphs_left(runtime):
             pass
         assert outputs_of(runtime) == expected[0]

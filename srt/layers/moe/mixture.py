@@ -12,7 +12,7 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from srt.layers.moe.expert_ops import Choice
 from srt.layers.moe.experts import ExpertLayers, RouterWeight
-from srt.layers.ops import LayerOps, Routed
+from srt.layers.ops import LayerOps, Routed, Stream
 from srt.layers.weights import ColumnPart
 from srt.utils.layer_spec import Experts, SharedExpert
 
@@ -22,7 +22,7 @@ class Mixture(nn.Module):
 
     def __init__(self, hidden_size: int, spec: Experts, tp: TensorParallel, ops: LayerOps) -> None:
         super().__init__()
-        self._exchange, self._top_k, tp = tp.exchange, spec.routing.top_k, tp.of_experts
+        self._exchange, tp = tp.exchange, tp.of_experts
         self._tp = tp
         self._ops = ops
         self.router = RouterWeight(hidden_size, spec.routing, spec.router_name, ops)
@@ -66,10 +66,7 @@ class Mixture(nn.Module):
     def join(self) -> None:
         """Compute this rank's summand of the tokens of other attention groups, in a step in which its own group has none."""
         none = self.router.weight.new_empty(0, self.router.weight.shape[1])
-        choice = Choice(
-            none.new_empty((0, self._top_k), dtype=torch.int64), none.new_empty((0, self._top_k), dtype=torch.float32)
-        )
-        self.sum(Routed(none, none, choice))
+        self.sum(self.router(Stream(none)))
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])

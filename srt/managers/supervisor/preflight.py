@@ -232,8 +232,6 @@ def check_expert_groups(args: ServerArgs, config: ModelConfig, option: str) -> N
         )
     if config.pooling is not None and args.enable_dp_attention:
         raise StartError(f"{option} serves models that generate text, which this one does not: leave it out.")
-    if not runs_on_cpu(args):
-        raise StartError(f"{option} works on a CPU only: leave it out, and --tp splits each expert over the GPUs.")
 
 
 def check_encoder(args: ServerArgs, config: ModelConfig) -> None:

@@ -437,6 +437,8 @@ def load_runner(child: Child) -> ModelRunner:
 
 def _meet_experts(start: ChildStart, layout: ReplicaLayout, device: torch.device) -> ExpertExchange:
     """Meet the ranks of all attention groups, which share the experts."""
+    import torch  # the caller has loaded it
+
     from srt.distributed.expert_exchange import ExpertExchange
     from srt.distributed.rendezvous import init_tensor_parallel
     from srt.distributed.step_calls import StepCalls
@@ -451,12 +453,18 @@ def _meet_experts(start: ChildStart, layout: ReplicaLayout, device: torch.device
         start.index,
         args.tp_size,
         str(_file_of(start, "experts-rendezvous-", number)),
-        "gloo",
+        "gloo" if device.type == "cpu" else "nccl",
         device,
         args.dist_timeout,
+        maps_peers=not args.disable_custom_all_reduce,
         expert_groups=args.ep_size,
     )
-    return ExpertExchange(ranks, layout.groups, calls, paths)
+    if device.type == "cpu":
+        return ExpertExchange(ranks, layout.groups, calls, paths)
+    _file_of(start, "tokens-rendezvous-", number - 1).unlink(missing_ok=True)
+    point = str(_file_of(start, "tokens-rendezvous-", number))
+    on_host = init_tensor_parallel(start.index, args.tp_size, point, "gloo", torch.device("cpu"), args.dist_timeout)
+    return ExpertExchange(ranks, layout.groups, calls, paths, on_host)
 
 
 def _file_of(start: ChildStart, name: str, number: int) -> Path:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from srt.distributed.parallel_state import SharedExperts
 from srt.kernels.cpu.decode_step import MOST_ROWS, CpuDecodeStep
 from srt.layers.adapters import DecodeAdapters
 from srt.layers.attention.base import AttentionBackend, HostPlans, Reading
@@ -72,6 +73,7 @@ class DecodeParts:
         default_factory=dict
     )  # replace it in short steps, by their number of rows
     adapters: DecodeAdapters | None = None  # None: no row of a decode step has an adapter
+    exchange: SharedExperts | None = None  # with other attention groups, whose steps have as many rows in graphs
 
 
 class _Chosen(NamedTuple):
@@ -115,6 +117,8 @@ class DecodeRunner:
         self._logits_of_rows: dict[int, torch.Tensor] = {}  # cached: a slice costs the host as much as a launch
         self._sizes = tuple(sorted(sizes))
         self._chosen: _Chosen | None = None  # for the current step
+        self.graph_rows: int | None = None
+        """Rows of the graph to replay, as attention groups agree before each step; 0 for none of them. None: by the number of rows."""
         self._has_stored = (
             True  # whether the last step's draws were stored: pages are addressed by the number of the next store
         )
@@ -152,6 +156,7 @@ class DecodeRunner:
             cpu_step_of(loaded, state, compiled),
             resident_layers_of(loaded, state, compiled),
             None if loaded.adapters is None else loaded.adapters.step.of_decodes,
+            loaded.tp.exchange,
         )
         return cls(
             parts,
@@ -179,6 +184,8 @@ class DecodeRunner:
     def _graph_sizes(self, pads: bool) -> dict[Reading, tuple[int, ...]]:
         sizes = self._sizes
         wanted = {Reading.BY_ROW: sizes}
+        if self._parts.exchange is not None:  # each size takes time before the start is done
+            return {Reading.BY_ROW: sharing_sizes(sizes, 1)}
         if pads:
             wanted |= {Reading.SHARED: sharing_sizes(sizes, LEAST_SHARING_ROWS), Reading.EVEN: sizes}
         found = {
@@ -195,7 +202,7 @@ class DecodeRunner:
         """
         assert self._has_stored, "the draws of the previous step were not stored"
         self._has_stored = False
-        chosen = self._chosen
+        chosen = self._chosen if self.graph_rows is None else None
         if chosen is None or chosen.slots is not step.slots or chosen.asked is not step.reading:
             chosen = self._chosen = self._choose(step)
         self.buffers.stage(step.slots, step.new_pages)
@@ -212,6 +219,20 @@ class DecodeRunner:
             chosen.graph()
         return chosen.logits
 
+    def common_size(self, num_rows: int) -> int:
+        """Return the rows of the graph for steps of so many rows in some attention group; 0 if there is none."""
+        by_row = self.graphs.get(Reading.BY_ROW)
+        return 0 if by_row is None else by_row.size_for(num_rows) or 0
+
+    def replay_padding(self, size: int) -> None:
+        """Replay the graph of `size` rows with padding alone, which leaves the tables unchanged."""
+        self.buffers.stage_padding()
+        if self._host_plans is not None:
+            batch = self._batch(size)
+            self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
+            self._host_plans.init_forward_metadata_replay_cuda_graph(batch)
+        self.graphs[Reading.BY_ROW].replays_of(size)[FORWARD]()
+
     def replay_prepare(self, step: DecodeStep, size: int, host_plans: HostPlans) -> None:
         """Plan the replay of a graph of `size` rows, for backends that plan on the host."""
         batch = self._batch(size)
@@ -221,7 +242,10 @@ class DecodeRunner:
     def _choose(self, step: DecodeStep) -> _Chosen:
         """Choose how to launch this step. The choice holds for later steps of the same rows, unless captures are left or rows are short."""
         num_rows, reading = len(step.slots), self._reading_of(step)
-        found = find_graph(self.graphs, reading, num_rows)
+        if self.graph_rows is None:
+            found = find_graph(self.graphs, reading, num_rows)
+        else:
+            found = (self.graphs[Reading.BY_ROW], self.graph_rows) if self.graph_rows else None
         graph, samples, size = None, None, num_rows
         if found is not None:
             graphs, size = found
@@ -362,6 +386,8 @@ class DecodeRunner:
     def _stage_padding(self, size: int, init_attention: Callable[[ForwardBatch], None]) -> None:
         """Prepare a run of `size` rows of padding, which leaves the tables unchanged."""
         self.buffers.stage_padding()
+        if self._parts.exchange is not None:
+            self._parts.exchange.pad(size)
         batch = self._batch(size)
         self._pad_host_rows(batch, NO_ROWS, NO_ROWS)
         init_attention(batch)

@@ -151,7 +151,12 @@ class PiecewiseCudaGraphRunner:
 
     @classmethod
     def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
-        """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph."""
+        """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph.
+
+        Attention groups have none: all would have to pad their prompts to one number of tokens.
+        """
+        if loaded.tp.exchange is not None:
+            return None
         args, num_layers = loaded.args, loaded.config.num_layers
         num_weights = num_layers * loaded.weights_per_layer
         most = args.piecewise_cuda_graph_max_tokens

@@ -102,6 +102,8 @@ def build_runner(
             with loaded.memory.region("buffers"):
                 return graph_speculating_runner(loaded, state, sampler, step_graphs, small, capture)
         return speculating_runner(loaded, state, sampler, step_graphs, small)
+    if loaded.tp.exchange is not None:  # later, groups would capture at different times
+        step_graphs.capture_all()
     return new_runner(loaded, state, sampler, step_graphs)
 
 

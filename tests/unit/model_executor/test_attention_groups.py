@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 from srt.distributed.errors import CollectiveError
 from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.attention import backend_choice
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import PlanSection
+from srt.sampling.sampling_batch_info import SamplingKind
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver
 from tests.support.ranks import run_groups
+from tests.support.recorder import PlansAtOnce, Recorder
 from tests.support.runners import make_runner
 from tests.unit.model_executor.test_stages import PAGE, new_jobs, outputs_of
 
@@ -82,15 +86,23 @@ def exchange_of(tp: TensorParallel) -> ExpertExchange:
 
 
 def check_groups(
-    folder: Path, tmp_path: Path, size: int, num_groups: int = 2, expert_groups: int = 1, **options: Any
+    folder: Path,
+    tmp_path: Path,
+    size: int,
+    num_groups: int = 2,
+    expert_groups: int = 1,
+    recorders: Sequence[Recorder] = (),
+    **options: Any,
 ) -> list[int]:
-    """Return how often each rank has joined steps without tokens of its own."""
+    """Return how often each rank has joined steps without tokens of its own. `recorders`, of the ranks, stand in for graphs."""
     outputs = outputs_of(folder, None, None, **options)
     ends = Ends(size)
 
     def work(tp: TensorParallel, group: int) -> tuple[list[list[int]], int]:
-        runner = make_runner(folder, PAGE, tp, max_running_requests=8, **options)
-        late = LateRank(runner, exchange_of(tp).ranks.rank)
+        rank = exchange_of(tp).ranks.rank
+        capture = recorders[rank] if recorders else None
+        runner = make_runner(folder, PAGE, tp, capture=capture, max_running_requests=8, **options)
+        late = LateRank(runner, rank)
         runner.when_called(ends.wake)
         jobs = jobs_of(group)
         PlanDriver(late, PAGE, chunk=24, share=True).run(jobs)  # type: ignore[arg-type]  # has what a ModelRunner has
@@ -121,6 +133,21 @@ def test_two_groups_of_two_ranks_draw_what_the_whole_model_draws(
 ) -> None:
     joined = check_groups(checkpoint("qwen3_moe"), tmp_path, 4, expert_groups=expert_groups)
     assert all(joined)
+
+
+@pytest.mark.parametrize(("size", "expert_groups"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.full)])
+def test_groups_replay_graphs_of_one_size_while_none_has_a_prompt(
+    size: int, expert_groups: int, checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+    recorders, sizes = [Recorder() for _ in range(size)], (1, 2, 4, 8)
+    folder = checkpoint("qwen3_moe")
+    options: dict[str, Any] = {"cuda_graph_bs": sizes}
+    joined = check_groups(folder, tmp_path, size, expert_groups=expert_groups, recorders=recorders, **options)
+    replays = [one.num_replays for one in recorders]
+    assert all(recorder.num_captures == len(sizes) * len(SamplingKind) for recorder in recorders)
+    assert joined[-1]
+    assert min(replays) > 10, f"a group without tokens replays too: {replays}, {joined}"
 
 
 @pytest.mark.full
@@ -161,6 +188,25 @@ def test_groups_exchange_rows_of_several_types(tmp_path: Path) -> None:
     for halves, ids in run_groups(3, 3, tmp_path, work):
         assert [row[0] for row in halves] == [0.5, *[1.5] * 4, *[2.5] * 2]
         assert [row[0] for row in ids] == [0, 10, 11, 12, 13, 20, 21]
+
+
+def test_a_rank_that_precompiles_alone_needs_no_other_rank(tmp_path: Path) -> None:
+    """The second rank runs three steps more than the first; afterwards they still count steps alike."""
+
+    def work(tp: TensorParallel, group: int) -> list[int]:
+        exchange = exchange_of(tp)
+        rows = torch.arange(4.0).view(2, 2)
+        for _ in range(3 * group):
+            with tp.alone():
+                assert exchange.meet(2)
+                assert exchange.global_num_tokens == [2, 2]
+                (every,) = exchange.gather(rows)
+                assert torch.equal(every, torch.cat([rows, rows]))
+                assert torch.equal(exchange.sum_own(every), 2 * rows)
+        exchange.meet(1 + group)
+        return exchange.global_num_tokens
+
+    assert run_groups(2, 2, tmp_path, work) == [[1, 2], [1, 2]]
 
 
 def test_a_rank_that_ends_fails_the_steps_of_all_others(tmp_path: Path) -> None:
