@@ -6,11 +6,14 @@
 For comparing two states of the kernels, in processes one after the other on one machine: everything else is left out. The rows' earlier
 positions are random and were never computed. With more than one round the first shows a cool device, the last one that has run for a while;
 its clock and power say whether it could not run faster. Steps of few rows come last: rows get longer all the time.
+
+With --tp N there are N ranks, which --ep-size may divide. With --enable-dp-attention --dp-size G the rows are divided between G groups.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ import torch
 
 from benchmarks import limits, models
 from benchmarks.gpu_readings import watched
+from benchmarks.step_ranks import connect, other_ranks
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.moe.expert_load import ExpertLoads
 from srt.model_executor.loaded_model import resolve_device
@@ -28,7 +32,7 @@ from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
 from srt.model_executor.step.step_output import StepOutput
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
-from srt.server_args import parse_args
+from srt.server_args import ServerArgs, parse_args
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import first_column
 
@@ -152,28 +156,52 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="also the kernels that take the most time")
     parser.add_argument("--plain", action="store_true", help="without the layers' fast paths")
     parser.add_argument("--jsonl", help="append the result to this file")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
     options, server_options = parser.parse_known_args()
     sizes = sorted(set(options.rows), reverse=True)
     if min(*sizes, options.context, options.steps, options.rounds) < 1:
         parser.error("--rows, --context, --steps and --rounds take numbers from 1 on")
-    folder = models.folder_of(options.model_path)
+    if options.kernels and not torch.cuda.is_available():
+        parser.error("--kernels: the profiler looks at a GPU, and there is none")
+    words = ["--model-path", models.folder_of(options.model_path)]
+    groups = num_groups(parse_args([*words, *server_options]))
+    sizes = sorted({max(1, size // groups) for size in sizes}, reverse=True)
+    given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
+    args = parse_args([*words, *given, *server_options])
+    if args.tp_size == 1 or options.rank:
+        return measure(options, args, sizes, server_options)
+    with other_ranks("benchmarks.decode_steps", sys.argv[1:], args.tp_size) as options.meeting:
+        return measure(options, args, sizes, server_options)
+
+
+def num_groups(args: ServerArgs) -> int:
+    """Return how many attention groups the rows are divided between."""
+    return args.dp_size if args.enable_dp_attention else 1
+
+
+def measure(options: argparse.Namespace, args: ServerArgs, sizes: list[int], server_options: list[str]) -> int:
+    """Measure steps of these numbers of rows of a group, on one rank. All print and write what they find, but only the first is heard."""
+    groups = num_groups(args)
     most_steps = len(sizes) * (options.rounds * (WARM_UP + options.steps) + PROFILED)
     lengths = [options.context] * sizes[0]
     if options.mixed:
         lengths = np.random.default_rng(1).integers(SHORTEST, LONGEST, sizes[0]).tolist()
-    given = ["--max-running-requests", str(sizes[0]), "--cuda-graph-bs", *map(str, sizes)]
-    args = parse_args(["--model-path", folder, *given, *server_options])
-    device = resolve_device(args, 0)
+    device = resolve_device(args, options.rank)
     config = ModelConfig.from_folder(
-        folder, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
+        args.model_path, args.model_overrides(), quantization=args.quantization, model_impl=args.model_impl
     )
     if options.plain:
         config = replace(config, layers=tuple(replace(layer, fast_paths=()) for layer in config.layers))
-    if options.kernels and device.type != "cuda":
-        parser.error("--kernels: the profiler looks at a GPU, and there is none")
-    hardware = limits.measured()
-    shape = limits.Shape.of(folder, args.kv_cache_dtype, args.model_overrides(), args.quantization)
-    runner = start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
+    hardware = limits.Device("", 1.0, 1.0) if options.rank else limits.measured()
+    shape = limits.Shape.of(args.model_path, args.kv_cache_dtype, args.model_overrides(), args.quantization)
+    of_all = shape.in_groups(groups)
+    tp = TensorParallel(0, 1, None, torch.device("cpu"))
+    if options.meeting:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        tp = connect(args, options.rank, options.meeting, device)
+    runner = start_runner(args, config, args.model_path, tp, device)
     runner.graphs.capture_all()
     fill_kv_memory(runner)
     experts_read = ExpertLoads(runner.loaded.model)
@@ -184,20 +212,22 @@ def main() -> int:
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
             distinct_experts(experts_read)
-            context = float(steps.lengths[:num_rows].mean()) + options.steps / 2
+            context, all_rows = float(steps.lengths[:num_rows].mean()) + options.steps / 2, groups * num_rows
             with watched(device) as readings:
                 step_ms = steps.run(num_rows, options.steps) / options.steps * 1e3
             distinct = distinct_experts(experts_read)
-            limit_ms = shape.decode_s(hardware, num_rows, context, distinct) * 1e3
-            experts = experts_text(distinct, shape.distinct_experts(num_rows))
+            limit_ms = of_all.decode_s(hardware.of_ranks(args.tp_size), all_rows, context, distinct) * 1e3
+            experts = experts_text(distinct, shape.distinct_experts(all_rows))
             said = f"limit {limit_ms:8.3f}  ratio {step_ms / limit_ms:.2f}{experts}{readings.text()}"
-            print(f"{num_rows:4} rows of {context:7.1f} {step_ms:8.3f} ms  {said}", flush=True)
-            figure = {"rows": num_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms}
+            print(f"{all_rows:4} rows of {context:7.1f} {step_ms:8.3f} ms  {said}", flush=True)
+            figure = {"rows": all_rows, "context": context, "step_ms": step_ms, "limit_ms": limit_ms}
             figures.append(figure | ({"distinct_experts": distinct} if distinct else {}))
         if options.kernels:
             print_kernels(steps, num_rows)
     record = {"benchmark": "decode_steps", "model": options.model_path, "options": server_options, "steps": figures}
-    limits.write_jsonl(options.jsonl, {**record, "is_mixed": options.mixed, "versions": limits.versions()})
+    if not options.rank:
+        limits.write_jsonl(options.jsonl, {**record, "is_mixed": options.mixed, "versions": limits.versions()})
+    tp.close()
     return 0
 
 

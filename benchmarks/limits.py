@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,10 @@ class Shape:
             linear_bytes=_bytes_of(config, "self_attn.o_proj"),
             expert_bytes=_bytes_of(config, "mlp.experts.0.up_proj"),
         )
+
+    def in_groups(self, count: int) -> Shape:
+        """With several attention groups, each of which reads all weights but those of experts."""
+        return replace(self, linear_weights=count * self.linear_weights, head_weights=count * self.head_weights)
 
     def distinct_experts(self, rows: int) -> float:
         """Expected number of a layer's experts that some token of the step takes, if all are equally likely."""

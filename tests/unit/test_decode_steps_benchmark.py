@@ -48,6 +48,21 @@ def test_it_reports_each_round_beside_the_limit(
     assert capsys.readouterr().out.count(" ratio ") == 4
 
 
+@pytest.mark.parametrize(("more", "rows"), [("--ep-size 2", [2, 1]), ("--dp-size 2 --enable-dp-attention", [2])])
+def test_ranks_step_together(
+    more: str, rows: list[int], checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jsonl = tmp_path / "lines"
+    monkeypatch.setattr(limits, "measured", lambda: limits.Device("a device", 1e9, 1e9))
+    words = f"--model-path {checkpoint('qwen3_moe')} --rows 1,2 --context 20 --steps 2 --rounds 1 --device cpu --tp 2"
+    words += f" --max-total-tokens 1024 {more} --jsonl"
+    monkeypatch.setattr(sys, "argv", ["decode_steps", *words.split(), str(jsonl)])
+    assert decode_steps.main() == 0
+    record = json.loads(jsonl.read_text())
+    assert [line["rows"] for line in record["steps"]] == rows
+    assert all(line["distinct_experts"] >= 2 for line in record["steps"])
+
+
 def test_rows_that_are_no_numbers_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
