@@ -6,6 +6,9 @@
 Each form is measured from graphs over several layers with different weights, so that none is found in the cache. Tokens take experts at
 random; the limit counts each expert that is taken once. --variants tries other tiles than those that the server chooses. For
 gpt-oss-20b: --hidden 2880 --size 2880 --experts 32 --top-k 4.
+
+--ep-size 2 measures a rank that has half of the experts: in each layer the one that has more choices of the tokens, for which the other
+waits. What a rank of --tp 2 computes is measured with half the --size.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -21,12 +25,14 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks import limits
 from srt.kernels.moe.expert_gemm import ExpertGemmTiles, ProductTiles, multiply_experts
-from srt.layers.moe.expert_ops import ExpertMatrices, ExpertWeights, StackedMatrices
+from srt.layers.moe.expert_kernels import ExpertKernels
+from srt.layers.moe.expert_ops import Choice, ExpertMatrices, ExpertWeights, StackedMatrices
 from srt.layers.quantization.weight import NumberKind
 
 CUDA = torch.device("cuda")
 CACHE_BYTES = 120 << 20  # more than the cache holds
 REPLAYS = 20
+LEAST_PRODUCTS = 8  # in a graph, each of other choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,13 @@ def matrices(form: Form | None, count: int, outputs: int, inputs: int) -> Tensor
     return Matrices(form, count, outputs, inputs)
 
 
+def choices(num_tokens: int, num_experts: int, top_k: int, num_own: int) -> Tensor:
+    """Return experts that the tokens take at random, counted so that the busiest of all ranks has the first."""
+    ids = torch.rand(num_tokens, num_experts, device=CUDA).argsort(-1)[:, :top_k]
+    busiest = int((ids // num_own).flatten().bincount().argmax())
+    return ((ids - busiest * num_own) % num_experts).int().contiguous()
+
+
 def bytes_of(form: Form | None, inputs: int) -> float:
     """Bytes of a weight, with its part of the scales."""
     if form is None:
@@ -116,28 +129,39 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--tokens", type=limits.numbers, default="1,8,64,256,2048")
     parser.add_argument("--forms", default=",".join(FORMS), help="of weights")
+    parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide the experts")
     parser.add_argument("--variants", action="store_true", help="other tiles too")
     options = parser.parse_args()
     hidden, size, count = options.hidden, options.size, options.experts
+    if count % options.ep_size:
+        parser.error(f"--ep-size does not divide the {count} --experts")
+    own, kernels = count // options.ep_size, ExpertKernels(CUDA)
     hardware = limits.measured()
     print(f"{hardware.name}, read {hardware.read_bytes_s / 1e12:.2f} TB/s; {limits.versions()}")
     for name in options.forms.split(","):
         form = FORMS[name]
-        layer_bytes = 3 * count * hidden * size * bytes_of(form, hidden)
+        layer_bytes = 3 * own * hidden * size * bytes_of(form, hidden)
         layers = [
-            ExpertWeights(matrices(form, count, 2 * size, hidden), matrices(form, count, hidden, size))
+            ExpertWeights(matrices(form, own, 2 * size, hidden), matrices(form, own, hidden, size), num_all=count)
             for _ in range(max(2, round(CACHE_BYTES / layer_bytes)))
         ]
         for tokens in options.tokens:
             x = torch.randn(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
-            ids = torch.rand(tokens, count, device=CUDA).argsort(-1)[:, : options.top_k].int().contiguous()
+            chosen = [choices(tokens, count, options.top_k, own) for _ in range(max(LEAST_PRODUCTS, len(layers)))]
+            taken = sum(len(ids[ids < own].unique()) for ids in chosen) / len(chosen) / own
+            num_pairs = sum(int((ids < own).sum()) for ids in chosen) // len(chosen)
             factors = torch.full((tokens, options.top_k), 1 / options.top_k, device=CUDA)
-            taken = len(ids.unique()) / count
-            operations = 6 * tokens * options.top_k * hidden * size / hardware.matmul_flops_s
+            operations = 6 * num_pairs * hidden * size / hardware.matmul_flops_s
             limit = max(layer_bytes * taken / hardware.read_bytes_s, operations) * 1e6
-            for said, tiles in variants(ids.numel(), count) if options.variants else [("", None)]:
+            for said, tiles in variants(num_pairs, own) if options.variants else [("", None)]:
+                work = [
+                    partial(kernels.multiply, x, Choice(ids, factors), one)
+                    if tiles is None
+                    else partial(multiply_experts, x, ids, factors, one, tiles)
+                    for ids, one in zip(chosen, cycle(layers), strict=False)
+                ]
                 try:
-                    found = time_us([partial(multiply_experts, x, ids, factors, one, tiles) for one in layers])
+                    found = time_us(work)
                 except OutOfResources as error:
                     print(f"{name:12} {tokens:5} tokens  {said}: {error}", flush=True)
                     continue
