@@ -107,6 +107,21 @@ __device__ __forceinline__ float load_new(const float* from) {
   return value;
 }
 
+__device__ __forceinline__ void load_new(float (&values)[DIMS], const float* from) {
+  constexpr int WIDTH = DIMS < 4 ? DIMS : 4;
+#pragma unroll
+  for (int i = 0; i < DIMS; i += WIDTH) {
+    if (WIDTH == 2) {
+      asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(values[i]), "=f"(values[i + 1]) : "l"(from + i) : "memory");
+    } else {
+      asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(values[i]), "=f"(values[i + 1]), "=f"(values[i + WIDTH - 2]), "=f"(values[i + WIDTH - 1])
+                   : "l"(from + i)
+                   : "memory");
+    }
+  }
+}
+
 // The positions of one row that the program reads, counted from the row's first one that is read: with a window those before it, up to a
 // multiple of BLOCK, are left out.
 struct Part {
@@ -258,21 +273,40 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
       }
       if (__shfl_sync(~0u, num_arrived, 0) != last_share - first_share) return;
       __syncwarp();  // all lanes see the other programs' results
+      float peaks[GROUP], totals[GROUP] = {}, means[GROUP][DIMS] = {};
 #pragma unroll
-      for (int head = 0; head < GROUP; head++) {
-        float peak = nothing(), total = 0, means[DIMS] = {};
-        for (int other = first_share; other <= last_share; other++) {
-          const int from = (2 * other + (begins_inside && other == first_share)) * num_heads + first_head + head;
-          const float its_peak = load_new(lse + from), new_peak = fmaxf(peak, its_peak);
-          const float shrink = power_of_2(peak - new_peak), factor = power_of_2(its_peak - new_peak);
-          total = total * shrink + factor, peak = new_peak;
+      for (int head = 0; head < GROUP; head++) peaks[head] = nothing();
+      for (int other = first_share; other <= last_share; other += 2) {
+        // The results of two programs for all heads are requested at once: one by one, each would take as long as all together.
+        float its_peaks[2][GROUP], its_means[2][GROUP][DIMS];
 #pragma unroll
-          for (int i = 0; i < DIMS; i++)
-            means[i] = means[i] * shrink + load_new(partial + (u64)from * HEAD_DIM + lane * DIMS + i) * factor;
+        for (int i = 0; i < 2; i++) {
+          const int its_share = min(other + i, last_share);
+          const int from = (2 * its_share + (begins_inside && its_share == first_share)) * num_heads + first_head;
+#pragma unroll
+          for (int head = 0; head < GROUP; head++) {
+            its_peaks[i][head] = load_new(lse + from + head);
+            load_new(its_means[i][head], partial + (u64)(from + head) * HEAD_DIM + lane * DIMS);
+          }
         }
 #pragma unroll
-        for (int i = 0; i < DIMS; i++) means[i] /= total;
-        write(head, means);
+        for (int i = 0; i < 2; i++) {
+          if (other + i > last_share) break;
+#pragma unroll
+          for (int head = 0; head < GROUP; head++) {
+            const float its_peak = its_peaks[i][head], new_peak = fmaxf(peaks[head], its_peak);
+            const float shrink = power_of_2(peaks[head] - new_peak), factor = power_of_2(its_peak - new_peak);
+            totals[head] = totals[head] * shrink + factor, peaks[head] = new_peak;
+#pragma unroll
+            for (int j = 0; j < DIMS; j++) means[head][j] = means[head][j] * shrink + its_means[i][head][j] * factor;
+          }
+        }
+      }
+#pragma unroll
+      for (int head = 0; head < GROUP; head++) {
+#pragma unroll
+        for (int j = 0; j < DIMS; j++) means[head][j] /= totals[head];
+        write(head, means[head]);
       }
     });
     return;
