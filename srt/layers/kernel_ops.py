@@ -264,7 +264,7 @@ class KernelOps(LayerOps):
         weights, eps = (None, 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
         is_plus_one = norms is not None and norms[0].is_plus_one
         packed = batch.attn_backend.packed_decodes
-        is_usual = not is_plus_one and layer.softcap is None and layer.sinks is None
+        is_usual = layer.softcap is None and layer.sinks is None
         if packed is not None and is_usual and batch.num_extend_rows == 0:
             attended = packed.decode_packed(qkv, weights, eps, rotation.cos, rotation.sin, layer, batch, is_plus_one)
             if attended is not None:

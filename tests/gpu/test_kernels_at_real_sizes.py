@@ -13,6 +13,8 @@ from srt.kernels.attention.extend_attention import ExtendTiles, extend_any_rows,
 from srt.kernels.attention.paged_kv import PagedKV
 from srt.kernels.attention.shared_prefix import SharedPrefix, find_shared, shared_attention
 from srt.kernels.attention.stream_attention import can_stream, is_streamed, shares_of, stream_attention
+from srt.kernels.attention.wide_decode import is_wide, wide_decode
+from srt.kernels.elementwise.rotary import prepare_qkv
 from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.stream_gemm import (
     MOST_GATED_ROWS,
@@ -393,6 +395,46 @@ def check_streamed(
         stream_attention(q, kv, slots, lens, 0.09, got.fill_(float("nan")), shares, window)
         assert_near(got[lens > 0], expected[lens > 0])
     assert not shares.arrived.any()
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("window", "offset"), [(None, None), (None, 0), (1024, 1)])
+@pytest.mark.parametrize("length", [1, 2, 33, 34, 700, 1023, 1024, 1070, 2050, 9000])
+def test_wide_heads_attend_from_the_projection_as_by_one_kernel_after_the_other(
+    length: int, window: int | None, offset: int | None, group: int, kv_heads: int
+) -> None:
+    """Launched again and again behind each other: each launch may start before the one before it has ended. `offset` is as in norms."""
+    num_heads, head_dim, page_size, num_splits = group * kv_heads, 256, 16, 64
+    assert group != 2 or is_wide(CUDA, torch.bfloat16, torch.bfloat16, head_dim, group, page_size)
+    pages = torch.randperm(1024, device=CUDA).to(torch.int32).view(1, -1)
+    lens, slots = torch.tensor([length], device=CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
+    keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
+    positions = torch.arange(pages.numel() * page_size, device=CUDA)
+    locations = pages[0].long().repeat_interleave(page_size) * page_size + positions % page_size
+    keys[locations[length - 1 :]] = values[locations[length - 1 :]] = float("nan")  # the new ones are not there yet
+    new = locations[length - 1 : length]
+    qkv = randn(1, (num_heads + 2 * kv_heads) * head_dim)
+    weights = None if offset is None else (randn(head_dim), randn(head_dim))
+    angles = torch.rand(1, head_dim // 2, device=CUDA)
+    cos, sin = angles.cos(), angles.sin()
+
+    kv, prepared = PagedKV(keys.clone(), values.clone(), pages, page_size), qkv.clone()
+    places = new, kv.k_buffer, kv.v_buffer
+    prepare_qkv(prepared, num_heads, weights, EPS, cos, sin, *places, is_plus_one=offset == 1)
+    scratch = DecodeScratch.allocate(1, num_heads, kv_heads, num_splits, head_dim, CUDA)
+    q = prepared[:, : num_heads * head_dim].view(1, num_heads, head_dim)
+    expected = torch.empty_like(q)
+    decode_attention(q, kv, slots, lens, 0.09, expected, DecodeTiles(1), scratch, window)
+    memory = PagedKV(keys, values, pages, page_size)
+    rows = new, memory, slots, lens
+    for got in [
+        wide_decode(qkv, weights, EPS, cos, sin, *rows, 0.09, num_splits, scratch, window, True, offset == 1)
+        for _ in range(20)
+    ]:
+        assert_near(got.view_as(expected), expected)
+    assert_near(keys[new], kv.k_buffer[new])
+    assert values[new].equal(kv.v_buffer[new])
+    assert not scratch.arrived.any()
 
 
 @pytest.mark.parametrize("num_live", [0, 1, 5, 30, 256])

@@ -244,6 +244,17 @@ def test_bfloat16_logits_are_near_those_of_float32(
         assert_near(logits_of(runner, prompt, 40, page_size), reference, str(options))
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_one_row_of_wide_heads_has_logits_near_those_of_float32(checkpoint: CheckpointFactory, page_size: int) -> None:
+    folder = checkpoint("qwen3", head_dim=256)
+    prompt = token_ids(np.random.default_rng(1), 100, 512)
+    exact = round_weights(make_runner(folder, page_size, device=CPU, dtype="float32"))
+    reference = logits_of(exact, prompt, 40, page_size, decodes=20)
+    runner = make_runner(folder, page_size, device=CUDA, dtype="bfloat16", attention_backend="triton")
+    assert isinstance(runner.loaded.attn_backend, TritonAttentionBackend) and runner.loaded.attn_backend._is_wide
+    assert_near(logits_of(runner, prompt, 40, page_size, decodes=20), reference, "wide heads")
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_kernel_shows_in_the_logits(
     checkpoint: CheckpointFactory, wrong: type[TritonAttentionBackend], monkeypatch: pytest.MonkeyPatch

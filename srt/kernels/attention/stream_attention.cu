@@ -19,9 +19,6 @@ static_assert(STEPS % STEPS_IN_LINE == 0, "lines are full");
 constexpr int PITCH = HEAD_DIM + 4;  // of the warps' results in shared memory
 constexpr int DIMS = HEAD_DIM / 32;  // per lane of the warp that combines them
 
-// Initial value of the largest score.
-__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
-
 // A warp's result for its blocks: for each query head the largest score, the sum of weights, and the weighted sum of values.
 struct Found {
   float peaks[WARPS][8];
@@ -90,12 +87,6 @@ template <typename Both>
 __device__ __forceinline__ float over_positions(float value, Both both) {
   for (int distance = 4; distance < 32; distance *= 2) value = both(value, __shfl_xor_sync(~0u, value, distance));
   return value;
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -75,6 +75,15 @@ __device__ __forceinline__ u32 pair_of(float low, float high) {
   return both;
 }
 
+__device__ __forceinline__ float power_of_2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Initial value of the largest score of a softmax.
+__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
+
 // Sums over `lanes` neighbouring lanes; every lane gets the sum.
 __device__ __forceinline__ float sum_over(float value, int lanes) {
 #pragma unroll

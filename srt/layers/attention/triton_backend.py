@@ -30,6 +30,7 @@ from srt.kernels.attention.fused_decode import can_fuse_decode, fused_decode
 from srt.kernels.attention.paged_kv import PagedKV
 from srt.kernels.attention.shared_prefix import SharedPrefix, can_share, find_shared, shared_attention
 from srt.kernels.attention.stream_attention import LEAST_ROWS, can_stream, is_streamed, shares_of, stream_attention
+from srt.kernels.attention.wide_decode import is_wide, wide_decode, wide_splits
 from srt.kernels.attention.write_kv import write_kv
 from srt.kernels.build.pdl import EARLY, has_pdl, pdl_for
 from srt.kernels.build.shared_memory import shared_bytes
@@ -87,6 +88,9 @@ class TritonAttentionBackend(AttentionBackend):
         heads = self._group, self._num_kv_heads
         has_stream = is_plain and is_streamed(device, spec.dtype, spec.kv_dtype, spec.head_dim, *heads, spec.page_size)
         self._streams = has_stream and can_stream(device, spec.kv_dtype, spec.head_dim, self._group, spec.page_size)
+        self._is_wide = is_plain and is_wide(
+            device, spec.dtype, spec.kv_dtype, spec.head_dim, self._group, spec.page_size
+        )
         shape = spec.dtype, spec.head_dim, self._num_kv_heads, self._num_processors, self._shared_bytes
         if sees_all and not has_stream and can_be_even(*shape):  # with the streaming kernel, BY_ROW is even already
             self._readings.add(Reading.EVEN)
@@ -304,9 +308,16 @@ class TritonAttentionBackend(AttentionBackend):
         is_plus_one: bool = False,
     ) -> torch.Tensor | None:
         kv = _paged_kv(layer, batch)
-        if len(qkv) > MOST_FUSED_ROWS or not can_fuse_decode(kv, qkv.dtype):
+        if len(qkv) > MOST_FUSED_ROWS:
             return None
-        return fused_decode(
+        num_programs = len(qkv) * layer.num_kv_heads
+        if self._is_wide and norm_weights is not None:  # without norms no GPU has run it yet
+            attend, num_splits = wide_decode, wide_splits(num_programs, self._num_processors)
+        elif is_plus_one or not can_fuse_decode(kv, qkv.dtype):  # with 1 + weight it was not measured
+            return None
+        else:
+            attend, num_splits = fused_decode, most_splits(num_programs, self._max_context, self._num_processors)
+        return attend(
             qkv,
             norm_weights,
             eps,
@@ -317,7 +328,7 @@ class TritonAttentionBackend(AttentionBackend):
             batch.req_pool_indices,
             batch.seq_lens,
             layer.scale,
-            most_splits(len(qkv) * layer.num_kv_heads, self._max_context, self._num_processors),
+            num_splits,
             self._scratch or self._allocate_scratch(layer, qkv.device),
             layer.window,
             self._pdl,

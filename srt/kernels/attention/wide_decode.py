@@ -1,0 +1,127 @@
+"""Decode attention from the packed projection for heads of 256, as a CUDA C++ kernel for Hopper and bfloat16.
+
+It does the same as `fused_decode.py`. There the warps of a program exchange intermediate results through shared memory dozens of times,
+which takes longer than reading keys and values. Here each warp attends over positions of its own, and results are exchanged once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from srt.kernels.attention.decode_attention import NO_WINDOW, PROGRAMS_PER_PROCESSOR, DecodeScratch
+from srt.kernels.attention.paged_kv import PagedKV, check_heads
+from srt.kernels.build.hopper import CAPABILITY, launch, runs_on, source_of
+
+_SOURCE: Final = Path(__file__).with_suffix(".cu")
+_HEAD_DIM: Final = 256
+_GROUP: Final = 2  # query heads per KV head; the kernel compiles for 1 and 4 too, which no GPU has run yet
+_WARPS: Final = 4
+_POSITIONS: Final = 8  # of a warp at a time
+_MOST_SPLITS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WideVariant:
+    """The kernel for `group` query heads per KV head."""
+
+    group: int
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        return "wide_decode"
+
+    @property
+    def source(self) -> str:
+        return source_of(_SOURCE)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * _WARPS
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+    @property
+    def shared_bytes(self) -> int:
+        return 0
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return {
+            "GROUP": self.group,
+            "HEAD_DIM": _HEAD_DIM,
+            "PAGE_SIZE": self.page_size,
+            "WARPS": _WARPS,
+            "POSITIONS": _POSITIONS,
+            "MOST_SPLITS": _MOST_SPLITS,
+        }
+
+
+def is_wide(
+    device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int, page_size: int
+) -> bool:
+    """Return whether the kernel supports such heads and runs on this device; log a warning if only the latter fails."""
+    if dtype is not torch.bfloat16 or kv_dtype is not torch.bfloat16 or head_dim != _HEAD_DIM or group != _GROUP:
+        return False
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return False
+    return runs_on(device, WideVariant(group, page_size))
+
+
+def wide_splits(num_programs: int, num_processors: int) -> int:
+    """Return the number of splits for this number of pairs of row and KV head."""
+    return max(1, min(PROGRAMS_PER_PROCESSOR * num_processors // num_programs, _MOST_SPLITS))
+
+
+def wide_decode(
+    qkv: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    locations: torch.Tensor,
+    kv: PagedKV,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    num_splits: int,
+    scratch: DecodeScratch,
+    window: int | None = None,
+    pdl: bool = False,
+    is_plus_one: bool = False,
+) -> torch.Tensor:
+    """Return what `fused_decode` returns, and store the new keys and values as it does."""
+    num_rows, width = qkv.shape
+    num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
+    num_heads = width // head_dim - 2 * num_kv_heads
+    variant = WideVariant(num_heads // num_kv_heads, kv.page_size)
+    assert width == (variant.group + 2) * num_kv_heads * head_dim and qkv.is_contiguous(), (qkv.shape, qkv.stride())
+    assert head_dim == _HEAD_DIM and qkv.dtype is kv.k_buffer.dtype is torch.bfloat16, (head_dim, qkv.dtype)
+    assert locations.dtype is req_pool_indices.dtype is seq_lens.dtype is torch.int64
+    assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
+    assert 1 <= num_splits <= _MOST_SPLITS, num_splits
+    assert scratch.partial.numel() >= num_rows * num_heads * num_splits * head_dim, scratch.partial.numel()
+    assert scratch.arrived.numel() >= num_rows * num_kv_heads, scratch.arrived.numel()
+    check_heads(kv.k_buffer, num_kv_heads, head_dim)
+    check_heads(kv.v_buffer, num_kv_heads, head_dim)
+    out = torch.empty((num_rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_rows == 0:
+        return out
+    q_weight, k_weight = norm_weights or (qkv, qkv)
+    arguments = (
+        qkv, q_weight, k_weight, cos, sin, locations, kv.k_buffer, kv.v_buffer, kv.page_table, req_pool_indices, seq_lens,
+        scratch.partial, scratch.lse, scratch.arrived, out, float(eps), scale * math.log2(math.e),
+        int(norm_weights is not None), float(is_plus_one), NO_WINDOW if window is None else window,
+        kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
+    )  # fmt: skip
+    with torch.cuda.device(qkv.device):
+        launch(variant, (num_splits, num_kv_heads, num_rows), (), arguments, is_dependent=bool(pdl))
+    return out
