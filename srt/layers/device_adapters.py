@@ -210,10 +210,9 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
             yield
 
     def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
-        tokens, stacked = self._last_tokens if layer.is_last else self._tokens, self._stacked[layer.path]
-        assert tokens is not None, "no step with adapters runs"
         if not len(x):
             return ops.linear(x, affine)
+        tokens, stacked = self._tokens_of(layer, x), self._stacked[layer.path]
         if len(x) == 1 and affine.matrix is not None:
             y = adapted_gemv(x, affine.matrix, affine.bias, stacked, tokens)
             if y is not None:
@@ -224,17 +223,23 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         return y
 
     def changed(self, layer: AdaptedLayer, matrix: Tensor) -> ChangedMatrix | None:
-        tokens, stacked = self._last_tokens if layer.is_last else self._tokens, self._stacked[layer.path]
-        assert tokens is not None, "no step with adapters runs"
+        stacked = self._stacked[layer.path]
         first, *rest = stacked.part_sizes
         firsts = first, first + sum(rest[:1])
         if any(place % 4 for place in firsts):
             return None
 
         def added(x: Tensor) -> Added:
+            tokens = self._tokens_of(layer, x)
             return Added(shrink(x, stacked, tokens), stacked.up, tokens.numbers, firsts)
 
         return ChangedMatrix(matrix, stacked.rank, stacked.down.shape[1], added)
+
+    def _tokens_of(self, layer: AdaptedLayer, x: Tensor) -> AdapterTokens:
+        """Return the adapters of the rows x. Kernels are compiled ahead by models that end with an earlier layer than the last."""
+        assert self._tokens is not None and self._last_tokens is not None, "no step with adapters runs"
+        is_last = layer.is_last or len(x) != len(self._tokens.numbers)
+        return self._last_tokens if is_last else self._tokens
 
     @contextmanager
     def _applied_to(self, numbers: Tensor, last_numbers: Tensor) -> Iterator[None]:

@@ -60,6 +60,18 @@ def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, 
     assert decodes_of(runner).graphs[Reading.ADAPTED].num_left == 0
 
 
+def test_a_shortened_model_finds_the_adapters_of_its_last_tokens(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """Kernels are compiled ahead by one."""
+    folder = checkpoint("qwen3", tied=False)
+    cases = cases_of(folder, tmp_path, 2)
+    runner = make_runner(folder, 16, enable_lora=True, dtype="float32")
+    load(runner, tmp_path, "all")
+    driver, job = PlanDriver(runner, 16), next(case for case in cases if case.adapter == "all").job()
+    with runner.loaded.our_model.shortened(1):
+        driver.run([job])
+    assert job.outputs
+
+
 def test_adapters_come_back_from_their_copies(
     checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
