@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,20 +11,9 @@ from torch import Tensor
 
 from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.gemm.stream_gemm import PLAIN, Ending, Heads, StreamGemm, StreamTiles, Weighted
-from srt.kernels.lora import products
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, shrink
-from srt.layers import device_adapters
-from srt.layers.device_adapters import DeviceAdapters
 from srt.layers.ops import Rotation, rotate
-from srt.model_executor.model_runner import ModelRunner
-from srt.model_executor.step.executed_step import DecodeOutput
-from srt.model_executor.step.step_planner import DecodeStep
 from tests.gpu.test_kernels_at_real_sizes import CUDA, EPS, among_others, assert_near, normed, randn
-from tests.support.adapter_cases import SPECS, load
-from tests.support.checkpoints import CheckpointFactory
-from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
-from tests.support.random_adapter import write_adapter
-from tests.support.runners import make_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -147,64 +133,3 @@ def test_what_adapters_add_is_in_plain_products_of_merged_layers(num_rows: int) 
     layer = Layer(num_rows, 4096, (4096, 1024, 1024))
     tiles = tiles_of(gemm, x, layer, PLAIN)
     assert_near(gemm.multiply(x, layer.weight, tiles, added=layer.added(x)), layer.expected(x))
-
-
-@pytest.mark.parametrize("num_rows", [5, 24])
-def test_decodes_have_the_logits_that_separate_kernels_give_them(
-    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
-) -> None:
-    """Layers of Qwen3-0.6B's shape, rows with adapters for all layers and for some, and without."""
-    shape: dict[str, Any] = {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-    }
-    folder = checkpoint("qwen3", **shape, num_layers=2, tied=False)
-    options: dict[str, Any] = {
-        "enable_lora": True,
-        "max_lora_rank": 8,
-        "max_loras_per_batch": 4,
-        "disable_cuda_graph": True,
-    }
-    runner = make_runner(folder, 16, device=CUDA, dtype="bfloat16", **options)
-    for name, spec in SPECS.items():
-        write_adapter(tmp_path / name, folder, spec)
-        load(runner, tmp_path, name)
-    apart: list[int] = []  # rows of products whose adapters are added by another kernel
-    expand = products.expand
-
-    def noted(low: Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y: Tensor) -> None:
-        apart.append(len(y))
-        expand(low, stacked, tokens, y)
-
-    monkeypatch.setattr(device_adapters, "expand", noted)
-    together = first_logits(runner, num_rows, apart)
-    assert not apart
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceAdapters, "changed", lambda *_: None)
-        separate = first_logits(runner, num_rows, apart)
-    assert len(apart) == 2 * 4
-    assert_near(together, separate, 0.02)
-
-
-def first_logits(runner: ModelRunner, num_rows: int, apart: list[int]) -> Tensor:
-    """The logits of the first decodes, behind prompts of more tokens than are taken together."""
-    runner.reset()
-    found: list[Tensor] = []
-    forward, rng = runner.forward_decode, np.random.default_rng(0)
-
-    def noted(step: DecodeStep) -> DecodeOutput:
-        if not found:
-            apart.clear()
-        output = forward(step)
-        found.append(output.logits.clone())
-        return output
-
-    runner.forward_decode = noted  # type: ignore[method-assign]
-    names = ["", *SPECS]
-    jobs = [Job(token_ids(rng, 40, 512), greedy(2), adapter=names[row % 4]) for row in range(num_rows)]
-    PlanDriver(runner, 16).run(jobs)
-    runner.forward_decode = forward  # type: ignore[method-assign]
-    return found[0].float()

@@ -51,6 +51,16 @@ def dot_dtype(dtype: torch.dtype) -> Any:
     return _TRITON_DTYPES[dtype]
 
 
+def cdiv(number: int, size: int) -> int:
+    """Return how many parts of this size a number has; Triton's own function takes the host 3 µs."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is not less than this positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def block_dim(head_dim: int) -> int:
     """Return the power of two that holds a head, at least the 16 that a matrix product needs."""
     return max(16, 1 << (head_dim - 1).bit_length())

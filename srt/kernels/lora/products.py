@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-import triton
 import triton.language as tl
 
-from srt.kernels.build.jit import dot_dtype, kernel
+from srt.kernels.build.jit import cdiv, dot_dtype, kernel, next_power_of_2
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.gemv import GemvTiles
 from srt.kernels.moe.expert_tiles import ExpertTiles
 
-MOST_SINGLE_TOKENS: Final = 16
+MOST_SINGLE_TOKENS: Final = 32
 """Up to this many tokens are taken one by one."""
 _NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
 """Of the inputs, by rows of a tile."""
 _BLOCK_OUTPUTS: Final = {1: 64, 16: 256, 32: 64, 64: 128}
 """Outputs of a program of `expand`, by rows of a tile; 1: tokens are taken one by one."""
 _MOST_SINGLE_PARTS: Final = 64
+_MOST_PARTS_OF_MORE: Final = 8
+"""Parts of the inputs of tokens that are taken one by one; of more than `_FEW_TOKENS` tokens."""
+_FEW_TOKENS: Final = 16
 _BLOCK_LOW: Final = 64
 
 
@@ -329,12 +331,13 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
     assert x.shape[1] == num_inputs, (x.shape, stacked.down.shape)
     if x.stride(1) != 1:
         x = x.contiguous()
-    block_low = min(_BLOCK_LOW, triton.next_power_of_2(low))
-    low_blocks, tiles = triton.cdiv(low, block_low), tokens.tiles
+    block_low = min(_BLOCK_LOW, next_power_of_2(low))
+    low_blocks, tiles = cdiv(low, block_low), tokens.tiles
     if tiles is None:
         block_k = (256 if num_inputs <= 8192 else 512) * 2 // x.itemsize
-        steps = triton.cdiv(triton.cdiv(num_inputs, block_k), _MOST_SINGLE_PARTS)
-        num_parts = triton.cdiv(num_inputs, block_k * steps)
+        most_parts = _MOST_SINGLE_PARTS if num_tokens <= _FEW_TOKENS else _MOST_PARTS_OF_MORE
+        steps = cdiv(cdiv(num_inputs, block_k), most_parts)
+        num_parts = cdiv(num_inputs, block_k * steps)
         out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
         shrink_token_kernel[(num_parts, num_tokens, low_blocks)](
             x, stacked.down, out, tokens.numbers, x.stride(0), stacked.down.stride(0),
@@ -343,7 +346,7 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
         )  # fmt: skip
         return out
     num_tiles, block_k = len(tiles.firsts), 256 // x.itemsize
-    num_parts = min(_NUM_PARTS[tiles.block_m], triton.next_power_of_2(triton.cdiv(num_inputs, block_k)))
+    num_parts = min(_NUM_PARTS[tiles.block_m], next_power_of_2(cdiv(num_inputs, block_k)))
     out = torch.empty((num_parts, num_tokens, low), dtype=torch.float32, device=x.device)
     shrink_tile_kernel[(num_parts, num_tiles, low_blocks)](
         x, stacked.down, out, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, x.stride(0),
@@ -361,12 +364,12 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
     n0, n1, n2 = (*stacked.part_sizes, 0, 0)[:3]
     rank, tiles = stacked.rank, tokens.tiles
     block_n = _BLOCK_OUTPUTS[1 if tiles is None else tiles.block_m]
-    blocks = sum(triton.cdiv(size, block_n) for size in (n0, n1, n2))
+    blocks = sum(cdiv(size, block_n) for size in (n0, n1, n2))
     if tiles is None:
         expand_token_kernel[(blocks, num_tokens)](
             low, stacked.up, y, tokens.numbers, num_parts, y.stride(0), stacked.up.stride(0),
             ADAPTERS=stacked.num_adapters, LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2,
-            MOST_PARTS=triton.next_power_of_2(num_parts), BLOCK_N=block_n, **pdl_options(tokens.pdl)
+            MOST_PARTS=next_power_of_2(num_parts), BLOCK_N=block_n, **pdl_options(tokens.pdl)
         )  # fmt: skip
         return
     expand_tile_kernel[(blocks, len(tiles.firsts))](
@@ -389,10 +392,10 @@ def adapted_gemv(
     x = x.contiguous()
     low = shrink(x, stacked, tokens)
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    adapted_gemv_kernel[(triton.cdiv(n, tiles.block_n),)](
+    adapted_gemv_kernel[(cdiv(n, tiles.block_n),)](
         x, weight, weight if bias is None else bias, low, stacked.up, tokens.numbers, out, len(low), stacked.up.stride(0),
         ADAPTERS=stacked.num_adapters, LOW=low.shape[2], RANK=stacked.rank, N=n, K=k, FIRST1=n0, FIRST2=n0 + n1,
-        HAS_BIAS=bias is not None, MOST_PARTS=triton.next_power_of_2(len(low)), BLOCK_N=tiles.block_n,
+        HAS_BIAS=bias is not None, MOST_PARTS=next_power_of_2(len(low)), BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, **pdl_options(tokens.pdl)
     )  # fmt: skip
     return out

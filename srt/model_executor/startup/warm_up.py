@@ -19,7 +19,7 @@ CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than the kernels for few tokens serve
 BATCHES = (2, 8, 32, *range(64, 209, 16), 240, 256)  # numbers of rows: one for each class with kernels of its own
 BATCH_TOKENS = 4  # tokens of a row of such a batch
-ADAPTED_CHUNKS = (8, 64, 300, 1100, 4100)
+ADAPTED_CHUNKS = (8, 24, 64, 300, 1100, 4100)
 SHORT_TOKENS = 8  # tokens of a short chunk after a prefix, which has kernels of its own
 TRITON_SHORT_TOKENS = (24, 8, 2)
 """The same where Triton's attention serves prompts: it has a kernel each for up to 16, up to 64 and more pairs of a token and a query head
