@@ -49,12 +49,11 @@ def test_groups_of_experts_add_up_to_all_of_them(num_tokens: int) -> None:
     loads = [torch.zeros(EXPERTS + 2, dtype=torch.int64) for _ in range(3)]
     whole = TORCH_EXPERT_OPS.multiply(x, choice, ExpertWeights(*matrices, load=loads[2]))
     parts = [
-        TORCH_EXPERT_OPS.multiply(
-            x, choice, ExpertWeights(matrices[0][first:end], matrices[1][first:end], load=load, first=first)
-        )
+        ExpertWeights(matrices[0][first:end], matrices[1][first:end], load=load, first=first, num_all=EXPERTS)
         for first, end, load in ((0, 4, loads[0]), (4, EXPERTS, loads[1]))
     ]
-    torch.testing.assert_close(parts[0] + parts[1], whole)
+    results = [TORCH_EXPERT_OPS.multiply(x, choice, part) for part in parts]
+    torch.testing.assert_close(results[0] + results[1], whole)
     assert loads[0].tolist() == loads[1].tolist() == loads[2].tolist(), "each rank counts the choices of all experts"
 
 
