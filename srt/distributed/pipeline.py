@@ -131,7 +131,9 @@ class MessageLinks:
         self._num_stages = num_stages
         self._group = group
         self._most_sent = most_sent * num_stages
-        self._sent: deque[tuple[Work, Tensor]] = deque()  # memory that a message may still be read from
+        self._sent: deque[tuple[Work, Tensor, int]] = (
+            deque()
+        )  # memory that a message to this stage may still be read from
 
     def send_hidden(self, hidden: Tensor) -> None:
         self._send(hidden.clone(), self._stage + 1, HIDDEN)  # the next step may overwrite it before it is sent
@@ -156,13 +158,17 @@ class MessageLinks:
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
         assert tensor.is_contiguous()
         while len(self._sent) >= self._most_sent:  # so old that its step has been answered
-            self._sent.popleft()[0].wait()
+            sent, _, receiver = self._sent.popleft()
+            try:
+                sent.wait()
+            except RuntimeError as error:
+                raise _lost(receiver, error) from error
         try:
             # Sent as bytes, so that the backend need not support the dtype.
             work = self._group.send([tensor.view(-1).view(torch.uint8)], stage, tag)
         except RuntimeError as error:
             raise _lost(stage, error) from error
-        self._sent.append((work, tensor))
+        self._sent.append((work, tensor, stage))
 
     def _receive(self, tensor: Tensor, stage: int, tag: int) -> Arrival:
         try:

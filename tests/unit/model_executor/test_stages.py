@@ -233,6 +233,27 @@ def test_a_row_without_finite_logits_leaves_a_token_that_can_be_embedded() -> No
     assert table[0, 2] == 0
 
 
+class Messages:
+    """A group of stages whose messages have these fates."""
+
+    def __init__(self, works: list[ToldWork]) -> None:
+        self._works = iter(works)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> ToldWork:
+        del tensors, rank, tag
+        return next(self._works)
+
+
+def test_a_stage_that_is_lost_before_it_reads_an_earlier_message_is_named() -> None:
+    works = [ToldWork(), ToldWork(is_lost=True), ToldWork()]
+    links = MessageLinks(1, 2, cast("Any", Messages([*works, ToldWork()])), most_sent=1)
+    for _ in range(3):
+        links.send_hidden(torch.zeros(1, 2))
+    with pytest.raises(CollectiveError, match=r"^stage 2 of the pipeline is lost: Connection closed by peer"):
+        links.send_hidden(torch.zeros(1, 2))
+    assert [work.num_waits for work in works] == [1, 1, 0]
+
+
 def test_a_lost_stage_is_named_to_every_thread_that_waits() -> None:
     work = ToldWork(is_lost=True)
     lost = arrival([0], work)
