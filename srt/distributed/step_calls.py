@@ -45,7 +45,8 @@ class StepCalls:
             try:
                 self._sender.sendto(step.to_bytes(CALL_BYTES, "little"), path)
             except OSError as error:
-                raise CollectiveError(f"{Path(path).name} does not hear calls to steps: {error.strerror}") from error
+                reason = error.strerror or error  # a time-out has no strerror
+                raise CollectiveError(f"{Path(path).name} does not hear calls to steps: {reason}") from error
 
     def close(self) -> None:
         """Hear no more calls. May be called twice."""

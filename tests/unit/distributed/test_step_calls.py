@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def test_a_worker_that_has_ended_is_named(tmp_path: Path) -> None:
     calls = StepCalls(str(tmp_path / "a"), END_S)
     with pytest.raises(CollectiveError, match=r"^b does not hear calls to steps: No such file or directory$"):
         calls.call(1, [str(tmp_path / "b")])
+    calls.close()
+
+
+def test_a_worker_that_reads_no_calls_is_named(tmp_path: Path) -> None:
+    calls = StepCalls(str(tmp_path / "a"), 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
+        deaf.bind(str(tmp_path / "b"))
+        with pytest.raises(CollectiveError, match=r"^b does not hear calls to steps: timed out$"):
+            calls.call(1, [str(tmp_path / "b")] * 10_000)  # more than the socket holds
     calls.close()
 
 
