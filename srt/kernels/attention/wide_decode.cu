@@ -1,6 +1,7 @@
 // Decode attention from the packed projection, see wide_decode.py. Program (split, KV head, row). Each warp attends over POSITIONS of the
 // split's positions at a time, with HEAD_DIM / 32 dimensions of keys and values in each lane: a product is a sum over lanes, and only the
-// warps' results pass through shared memory. What is read before the wait was written before any kernel of a layer.
+// warps' results pass through shared memory. What is read before the wait was written before the last launch that is not dependent. For
+// angles, which are a dependent launch themselves, that is the embedding behind them, `copy_received`, or in a head of EAGLE3 torch.cat.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCK = WARPS * POSITIONS;  // positions
