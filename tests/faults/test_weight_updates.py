@@ -52,7 +52,7 @@ def expected(folders: list[Path]) -> list[list[list[int]]]:
 
 
 def said(folder: Path, prompt: list[int], count: int) -> list[int]:
-    """So many tokens of a checkpoint."""
+    """Return the first `count` tokens of a checkpoint."""
     job = Job(prompt, greedy(count))
     PlanDriver(make_runner(folder, 16, dtype="float32"), 16).run([job])
     return job.outputs

@@ -46,7 +46,7 @@ BEGUN_S = time.monotonic()
 
 
 def note(phase: str) -> None:
-    """Say how far it came, for who wonders where it hangs."""
+    """Print how far this stage has come: if it hangs, the last line says where."""
     print(f"{time.monotonic() - BEGUN_S:.1f} s: {phase}", flush=True)
 
 

@@ -73,7 +73,7 @@ class DecodeParts:
         default_factory=dict
     )  # replace it in short steps, by their number of rows
     adapters: DecodeAdapters | None = None  # None: no row of a decode step has an adapter
-    exchange: SharedExperts | None = None  # with other attention groups, whose steps have as many rows in graphs
+    exchange: SharedExperts | None = None  # with other attention groups, which replay graphs of the same size
 
 
 class _Chosen(NamedTuple):
@@ -118,7 +118,7 @@ class DecodeRunner:
         self._sizes = tuple(sorted(sizes))
         self._chosen: _Chosen | None = None  # for the current step
         self.graph_rows: int | None = None
-        """Rows of the graph to replay, as attention groups agree before each step; 0 for none of them. None: by the number of rows."""
+        """Rows of the graph to replay, as attention groups agree before each step; 0: no graph. None: there are no groups."""
         self._has_stored = (
             True  # whether the last step's draws were stored: pages are addressed by the number of the next store
         )
@@ -220,7 +220,7 @@ class DecodeRunner:
         return chosen.logits
 
     def common_size(self, num_rows: int) -> int:
-        """Return the rows of the graph for steps of so many rows in some attention group; 0 if there is none."""
+        """Return the size of the graph to replay if the largest attention group has `num_rows` rows; 0 if there is none."""
         by_row = self.graphs.get(Reading.BY_ROW)
         return 0 if by_row is None else by_row.size_for(num_rows) or 0
 

@@ -38,7 +38,7 @@ class World(NamedTuple):
 
 
 def world_of(counts: dict[int, int], page_size: int, windows: tuple[int, ...] = ()) -> World:
-    """Tables with random contents, and the staged numbers of a step in which each slot brings so many tokens; the same on every call."""
+    """Tables with random contents, and the staged numbers of a step with a number of tokens of each slot; the same on every call."""
     random = torch.Generator().manual_seed(1)
     tables = ReqToTokenPool(NUM_SLOTS, LENGTH, 50, page_size, CPU, windows, [50] * len(windows))
     tables.page_tables.copy_(torch.randint(0, 50, tables.page_tables.shape, generator=random, dtype=torch.int32))
