@@ -29,6 +29,7 @@ from tests.faults.test_replacement import (
     victim_of,
 )
 from tests.gpu.test_tensor_parallel import (
+    MOST_REPLACEMENTS,
     distance,
     logprobs_as_prompts,
     logprobs_while_drawn,
@@ -115,6 +116,7 @@ def test_two_stages_on_two_gpus_give_the_tokens_of_a_cpu(
     options: dict[str, Any], checkpoint: CheckpointFactory
 ) -> None:
     shared: dict[str, Any] = {"model_path": str(checkpoint("qwen3")), "dtype": "float32", "max_total_tokens": 8192}
+    shared["max_replacements"] = MOST_REPLACEMENTS
     with Runtime(**shared, device="cpu") as runtime:
         expected = outputs_of(runtime)
     graphs = {"attention_backend": "triton", "cuda_graph_bs": [2, 4, 8], **options}
