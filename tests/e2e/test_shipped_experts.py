@@ -21,6 +21,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 160}
 TOLERANCE = 1e-3
 """How far below the best a token's log-probability may lie: the two engines sum in different orders."""
 CASES_PER_SKILL = 6
+DRAFTERS = {"NGRAM": None, "STANDALONE": "tiny-draft"}
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,22 @@ def test_it_knows_what_it_was_not_trained_on(answered: list[tuple[Case, list[int
     tokenizer = load_tokenizer(FOLDER)
     right = sum(case.accepts(tokenizer.decode(output)) for case, _, output in answered)
     assert right >= 0.9 * len(answered)
+
+
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+def test_ranks_that_divide_its_experts_answer_with_drafts_as_one_process(runtime: srt.Runtime, algorithm: str) -> None:
+    texts = ["What is 12 + 30?", "Repeat abc abc abc abc", "Tell me a story about a fox. Tell me a story about a fox."]
+    sampling = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 80, "ignore_eos": True}
+    expected = [answer["output_ids"] for answer in runtime.generate(texts, sampling)]
+    with srt.Runtime(
+        model_path="tiny-moe",
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=8192,
+        max_replacements=0,
+        tp_size=2,
+        ep_size=2,
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=DRAFTERS[algorithm],
+    ) as divided:
+        assert [answer["output_ids"] for answer in divided.generate(texts, sampling)] == expected
