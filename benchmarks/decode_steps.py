@@ -163,7 +163,7 @@ def main() -> int:
     if min(*sizes, options.context, options.steps, options.rounds) < 1:
         parser.error("--rows, --context, --steps and --rounds take numbers from 1 on")
     if options.kernels and not torch.cuda.is_available():
-        parser.error("--kernels: the profiler looks at a GPU, and there is none")
+        parser.error("--kernels measures the kernels of a GPU, and there is none: leave it out")
     words = ["--model-path", models.folder_of(options.model_path)]
     groups = num_groups(parse_args([*words, *server_options]))
     sizes = sorted({max(1, size // groups) for size in sizes}, reverse=True)
@@ -181,7 +181,7 @@ def num_groups(args: ServerArgs) -> int:
 
 
 def measure(options: argparse.Namespace, args: ServerArgs, sizes: list[int], server_options: list[str]) -> int:
-    """Measure steps of these numbers of rows of a group, on one rank. All print and write what they find, but only the first is heard."""
+    """Measure decode steps on one rank; `sizes` are rows of an attention group. What other ranks than the first print is thrown away."""
     groups = num_groups(args)
     most_steps = len(sizes) * (options.rounds * (WARM_UP + options.steps) + PROFILED)
     lengths = [options.context] * sizes[0]

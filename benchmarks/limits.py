@@ -86,7 +86,7 @@ class Shape:
         )
 
     def in_groups(self, count: int) -> Shape:
-        """With several attention groups, each of which reads all weights but those of experts."""
+        """Return the shape of `count` attention groups together: each reads all weights but those of the experts, which they share."""
         return replace(self, linear_weights=count * self.linear_weights, head_weights=count * self.head_weights)
 
     def distinct_experts(self, rows: int) -> float:

@@ -131,9 +131,8 @@ class MessageLinks:
         self._num_stages = num_stages
         self._group = group
         self._most_sent = most_sent * num_stages
-        self._sent: deque[tuple[Work, Tensor, int]] = (
-            deque()
-        )  # memory that a message to this stage may still be read from
+        self._sent: deque[tuple[Work, Tensor, int]] = deque()
+        """Messages under way: each with its memory, which may still be read, and the stage that receives it."""
 
     def send_hidden(self, hidden: Tensor) -> None:
         self._send(hidden.clone(), self._stage + 1, HIDDEN)  # the next step may overwrite it before it is sent

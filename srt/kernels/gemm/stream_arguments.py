@@ -1,4 +1,4 @@
-"""What the kernel of streamed products is given besides the product's factors (stream_gemm.py)."""
+"""Arguments of `stream_gemm` for what follows a product x Wᵀ: sums, norms, rotation, KV writes, and what LoRA adapters add."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from srt.kernels.build.hopper import pointer
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What LoRA adapters add to a product: B (A x) of each row's own adapter. `srt/kernels/lora/products.py` computes A x."""
+    """What LoRA adapters add to a product W x: B (A x), where each row x has an adapter (A, B) of its own or none. A x is given."""
 
     low: torch.Tensor  # [parts, rows, merged layers * rank] float32: A x in parts to be added up
     up: torch.Tensor  # [adapters, rows of W, rank]: B; each adapter's is contiguous

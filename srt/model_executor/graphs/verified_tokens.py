@@ -11,10 +11,8 @@ from srt.layers.sampler import Draws
 from srt.mem_cache.memory_pool import DRAW_DTYPES, DrawTables, ReqToTokenPool
 from srt.model_executor.graphs.row_tokens import TokenInputs
 
-SLOTS, OFFSETS, FIRSTS, LASTS = range(4)  # rows of the staged numbers, which have a column for each token
-ROW_SLOTS, ROW_LENS, ROW_FIRSTS = range(
-    4, 7
-)  # likewise, with a column for each row: there are no more rows than tokens
+# Lines of the staged numbers. The first four have a column for each token, the others one for each row of the step.
+SLOTS, OFFSETS, FIRSTS, LASTS, ROW_SLOTS, ROW_LENS, ROW_FIRSTS = range(7)
 
 
 class GatheredTokens(NamedTuple):
