@@ -128,11 +128,13 @@ def test_a_replaced_engine_has_its_memory_released_too(
     before = resident_bytes(server)
     done(server, RELEASE)
     released = resident_bytes(server)
+    again = len(server.lines_with("at work again"))
     victim_of(server, module).kill()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(answers, server, "default")
+        server.wait_for("at work again", again + 1)  # until then the scheduler that is about to end may still answer
         asked = post(server, "/weights_checker", {})
-        while asked.status_code == 503:  # there is no scheduler yet
+        while asked.status_code == 503:  # the frontend has not met the new one yet
             asked = post(server, "/weights_checker", {})
         assert asked.status_code == 400 and "The memory of the weights is released" in asked.text
         assert not waiting.done()
