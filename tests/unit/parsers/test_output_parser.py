@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -15,6 +15,7 @@ from srt.parsers.output_parser import REASONING_PARSERS, TOOL_CALL_PARSERS, Outp
 from srt.parsers.reasoning.think_tags import ThinkTags
 from srt.parsers.tool_calls.harmony import Harmony
 from srt.parsers.tools import Tools
+from tests.support.work import num_calls
 from tests.unit.parsers.outputs import TOOLS, WRITERS, random_call, random_output, random_pieces
 
 NUM_TEXTS = 1000
@@ -132,13 +133,12 @@ def test_arguments_come_before_the_call_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_hostile_texts_take_time_in_proportion_to_their_length(name: str) -> None:
-    """Each text of 100,000 characters in seconds: a parser that starts over at each marker would take minutes."""
+def test_hostile_texts_take_work_in_proportion_to_their_length(name: str) -> None:
+    """A parser that starts over at each marker would make four times the calls for twice the text."""
     begins = sorted(
         {*new_format(name).BEGINS, "<think>", " ", '{"name": "now", "arguments": ', "[", '"', "<|channel|>"}
     )
     for begin in begins:
-        text = begin * (100_000 // len(begin))
-        began_s = time.process_time()
-        parsed(new_format(name), [text[at : at + 50] for at in range(0, len(text), 50)])
-        assert time.process_time() - began_s < 10, begin
+        pieces = [(begin * 50)[at : at + 50] for at in range(0, 50 * len(begin), 50)] * (20_000 // (50 * len(begin)))
+        half, whole = (num_calls(functools.partial(parsed, new_format(name), pieces * n)) for n in (1, 2))
+        assert whole < 3 * half, begin

