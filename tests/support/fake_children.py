@@ -88,6 +88,7 @@ def launch() -> int:
     from srt.managers.supervisor.preflight import ServerPlan, listen
     from srt.server_args import ServerArgs
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, pytest would have it ignored here too
     port, num_frontends, tp_size, max_replacements = map(int, sys.argv[2:6])
     listener: socket.socket = listen("127.0.0.1", port)
     args = ServerArgs(
