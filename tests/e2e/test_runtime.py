@@ -272,7 +272,7 @@ import os, sys, srt
 from srt.managers.tokenizer_manager.api_types import EngineDied
 runtime = srt.Runtime(model_path={str(qwen3_checkpoint)!r}, device="cpu", max_total_tokens=1024)
 stream = runtime.generate("x", {{"max_new_tokens": 3, "ignore_eos": True}}, stream=True)
-next(stream)
+chunks = [next(stream)]  # which may have all tokens already
 if os.fork() == 0:
     try:
         runtime.generate("x")
@@ -280,7 +280,7 @@ if os.fork() == 0:
         print(error, flush=True)
     sys.exit(0)  # all that is done at the end of a process is done here too
 os.wait()
-assert len(list(stream)[-1]["output_ids"]) == 3
+assert len([*chunks, *stream][-1]["output_ids"]) == 3
 assert runtime.generate("x", {{"max_new_tokens": 3}})["output_ids"]
 """
     done = run_script(script)
@@ -292,9 +292,7 @@ assert runtime.generate("x", {{"max_new_tokens": 3}})["output_ids"]
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=END_S, cwd=ROOT, check=False
-    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_a_runtime_outlives_the_thread_that_made_it_and_pending_calls_learn_of_its_end(
