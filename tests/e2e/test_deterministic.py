@@ -122,7 +122,7 @@ def test_a_request_that_outlives_a_worker_has_the_same_result(server: ServerProc
         others = pool.submit(results, server, bodies[1:])
         first = streamed_past_a_death(server, bodies[0])
         assert [first, *others.result()] == before
-    assert server.lines_with("replaced")
+    server.wait_for("replaced")
 
 
 def streamed_past_a_death(server: ServerProcess, one: dict[str, Any]) -> str:

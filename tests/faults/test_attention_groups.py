@@ -184,6 +184,7 @@ def test_groups_of_several_ranks_answer_as_one_process_and_replace_workers(
         for number in range(int(options[1])):
             victim = victim_of(server, WORKER, number)
             check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), whole)
+            server.wait_for("at work again", 2 * (number + 1))
             assert not victim.is_running()
 
 

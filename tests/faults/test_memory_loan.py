@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.faults.test_replacement import SCHEDULER, WORKER, victim_of, words_for
+from tests.faults.test_replacement import SCHEDULER, WORKER, called, victim_of, words_for
 from tests.faults.test_weight_updates import (
     GREEDY,
     LENGTH,
@@ -60,7 +60,7 @@ def resident_bytes(server: ServerProcess) -> int:
 
 
 def done(server: ServerProcess, path: str, **body: Any) -> str:
-    answer = post(server, path, body)
+    answer = called(lambda: post(server, path, body))
     assert answer.status_code == 200, answer.text
     return str(answer.json()["message"])
 
@@ -133,9 +133,7 @@ def test_a_replaced_engine_has_its_memory_released_too(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(answers, server, "default")
         server.wait_for("at work again", again + 1)  # until then the scheduler that is about to end may still answer
-        asked = post(server, "/weights_checker", {})
-        while asked.status_code == 503:  # the frontend has not met the new one yet
-            asked = post(server, "/weights_checker", {})
+        asked = called(lambda: post(server, "/weights_checker", {}))
         assert asked.status_code == 400 and "The memory of the weights is released" in asked.text
         assert not waiting.done()
         assert resident_bytes(server) < released + 0.3 * (before - released)

@@ -22,6 +22,7 @@ from tests.faults.test_replacement import (
     Chunks,
     Trigger,
     all_streamed,
+    called,
     check_same,
     streamed,
     victim_of,
@@ -56,14 +57,15 @@ def undisturbed(url: str) -> list[Chunks]:
 
 
 def states_of(url: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{url}/server_info", params={"deep": "true"}, timeout=END_S).json()[
-        "internal_states"
-    ]
+    info = called(lambda: httpx.get(f"{url}/server_info", params={"deep": "true"}, timeout=END_S))
+    found: list[dict[str, Any]] = info.json()["internal_states"]
     return found
 
 
 def check_books(url: str) -> None:
     """All processes of both replicas agree on what there is, and nothing runs."""
+    while len(states_of(url)) < 2:  # the frontend has not met the new one yet
+        pass
     assert httpx.post(f"{url}/flush_cache", params={"timeout": END_S}, timeout=2 * END_S).status_code == 200
     states = states_of(url)
     assert [state["dp_rank"] for state in states] == [0, 1]

@@ -84,8 +84,10 @@ def test_weights_of_any_stage_are_read_back(two_stages: ServerProcess, folder: P
 def test_a_worker_of_any_stage_is_replaced(
     stage_from_the_end: int, two_stages: ServerProcess, whole: tuple[list[Chunks], Chunks]
 ) -> None:
+    again = len(two_stages.lines_with("at work again"))
     victim = victim_of(two_stages, WORKER, stage_from_the_end)
     check_same(all_streamed(url_of(two_stages), Trigger(150, victim.kill)), whole[0])
+    two_stages.wait_for("at work again", again + 1)
     assert not victim.is_running()
     check_books(two_stages)
 
@@ -110,6 +112,7 @@ def test_divided_servers_answer_as_one_process_and_replace_workers(
         for number in range(len(workers)):
             victim = victim_of(server, WORKER, number)
             check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), whole[0])
+            server.wait_for("at work again", number + 1)
             assert not victim.is_running()
 
 
@@ -125,4 +128,5 @@ def test_groups_of_experts_answer_as_one_process_and_replace_workers(
         for number in range(2):
             victim = victim_of(server, WORKER, number)
             check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), alone)
+            server.wait_for("at work again", number + 1)
             assert not victim.is_running()
