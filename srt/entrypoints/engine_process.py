@@ -13,13 +13,12 @@ import socket
 import subprocess
 import weakref
 
-from srt.managers.process.child_process import LIFELINE_FD
+from srt.managers.process.child_process import LIFELINE_FD, start_linked
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import EngineLost, EngineReplaced, EngineStart, EngineStarted, Failed, ServerReady, Stop
 from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
-from srt.utils.python_command import module_path, python_command
 
 STOP_GRACE_S = 1.0
 STOP_WAIT_S = 15.0  # the supervisor's own deadlines are shorter
@@ -34,23 +33,10 @@ class EngineProcess:
 
     def __init__(self, args: ServerArgs, *, http: bool, secret: bytes | None = None) -> None:
         """Start the supervisor. With `secret` it does not lead, but joins host 0 at --dist-init-addr."""
-        ours, theirs = socket.socketpair()
-        self._lifeline = MessageStream(ours, generation=0)
         self._owner_pid = os.getpid()
-        try:
-            self._popen = subprocess.Popen(
-                python_command("srt.launch_server"),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **module_path(), LIFELINE_FD: str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            raise StartError(f"The engine could not be started: {error.strerror}.") from error
-        finally:
-            theirs.close()
-        _close_in_forks(ours)
+        self._popen, link = start_linked("The engine", "srt.launch_server", LIFELINE_FD)
+        self._lifeline = MessageStream(link, generation=0)
+        _close_in_forks(link)
         with contextlib.suppress(PeerGone):  # the next read reports it
             self._lifeline.send(EngineStart(args, http, secret))
 

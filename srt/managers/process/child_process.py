@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from srt.utils.errors import StartError
 from srt.utils.python_command import module_path, python_command
@@ -62,31 +63,46 @@ def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: 
 
     The child gets a session of its own, so a terminal's Ctrl-C does not reach it.
     """
-    try:
-        ours, theirs = socket.socketpair()
-    except OSError as error:
-        raise StartError(f"The {key} could not be started: {error.strerror}.") from error
-    inherited = [theirs.fileno()] + ([listener.fileno()] if listener else [])
-    variables = {**os.environ, **module_path(), **environment}
-    variables |= {CHILD_FD: str(theirs.fileno()), PARENT_PID: str(os.getpid())}
+    variables = {**environment, PARENT_PID: str(os.getpid())}
     if listener:
         variables[HTTP_FD] = str(listener.fileno())
     spawned_s = time.monotonic()
+    inherited = [listener.fileno()] if listener else []
+    popen, link = start_linked(f"The {key}", module, CHILD_FD, variables, inherited, sys.stderr.fileno())
+    return ChildProcess(key, popen, link, spawned_s)
+
+
+def start_linked(
+    name: str,
+    module: str,
+    link_variable: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    inherited: Sequence[int] = (),
+    stdout: int | None = None,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a module in a session of its own, with one end of a socketpair, whose number is in `link_variable`. Return our end too.
+
+    StartError that begins with `name` if that is not possible.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise StartError(f"{name} could not be started: {error.strerror}.") from error
     try:
         popen = subprocess.Popen(
             python_command(module),
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
-            env=variables,
-            pass_fds=inherited,
+            stdout=stdout,
+            env={**os.environ, **module_path(), **environment, link_variable: str(theirs.fileno())},
+            pass_fds=[theirs.fileno(), *inherited],
             start_new_session=True,
         )
     except OSError as error:
         ours.close()
-        raise StartError(f"The {key} could not be started: {error.strerror}.") from error
+        raise StartError(f"{name} could not be started: {error.strerror}.") from error
     finally:
         theirs.close()
-    return ChildProcess(key, popen, ours, spawned_s)
+    return popen, ours
 
 
 def _torch_threads(cores: int) -> int:

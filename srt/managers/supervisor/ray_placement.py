@@ -6,14 +6,13 @@ The child is `srt.ray_cluster.placer`. It ends with its lifeline, and the hosts 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import subprocess
 from dataclasses import replace
 from typing import Self
 
-from srt.managers.process.child_process import LIFELINE_FD
+from srt.managers.process.child_process import LIFELINE_FD, start_linked
 from srt.protocol.host_messages import RayReached
 from srt.protocol.link_errors import LinkBroken, PeerGone
 from srt.protocol.messages import EngineStart, Failed, Message, ServerReady
@@ -21,7 +20,6 @@ from srt.protocol.stream import MessageStream
 from srt.server_args import ServerArgs
 from srt.utils.errors import StartError
 from srt.utils.host_options import PORTS_PER_REPLICA
-from srt.utils.python_command import module_path, python_command
 from srt.utils.ray_package import check_ray_installed
 
 PLACER = "srt.ray_cluster.placer"
@@ -40,21 +38,8 @@ class RayPlacement:
         self._args = args
 
     def __enter__(self) -> Self:
-        ours, theirs = socket.socketpair()
-        self._link = MessageStream(ours, generation=0)
-        try:
-            self._popen = subprocess.Popen(
-                python_command(PLACER),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **module_path(), LIFELINE_FD: str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            raise StartError(f"The process that talks to Ray could not be started: {error.strerror}.") from error
-        finally:
-            theirs.close()
+        self._popen, link = start_linked("The process that talks to Ray", PLACER, LIFELINE_FD)
+        self._link = MessageStream(link, generation=0)
         try:
             self._address = self._wait_reached()
         except BaseException:
