@@ -7,12 +7,14 @@ Free of the wire format, so that the children are starting before the supervisor
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -56,6 +58,20 @@ class ChildProcess:
     popen: subprocess.Popen[bytes]
     socket: socket.socket
     spawned_s: float  # CLOCK_MONOTONIC
+
+    def bury(self, status: int) -> int:
+        """Record how this process has ended, which was reaped with `status`, and end the helpers it started. Return the exit code."""
+        self.popen.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for it as well
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        return self.popen.returncode
+
+
+def reap() -> Iterator[tuple[int, int]]:
+    """Reap every process that has ended, unknown ones too, because PID 1 inherits orphans: yield its pid and status."""
+    with contextlib.suppress(ChildProcessError):  # there is no child
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            yield ended
 
 
 def spawn(key: ChildKey, module: str, environment: Mapping[str, str], listener: socket.socket | None) -> ChildProcess:

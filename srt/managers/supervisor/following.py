@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from srt.managers.process.child_process import ChildKey, ChildProcess
+from srt.managers.process.child_process import ChildKey, ChildProcess, reap
 from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.run_files import ENGINE_STATE_PREFIX
 from srt.managers.process.runtime_switches import ControlWords
@@ -302,20 +302,10 @@ class FollowingSupervisor:
         self._reap()
 
     def _reap(self) -> None:
-        """Reap every process that has ended, unknown ones too: PID 1 inherits orphans."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reap():
             key = next((key for key, child in self._children.items() if child.popen.pid == pid), None)
             if key is not None:
-                returncode = os.waitstatus_to_exitcode(status)
-                self._children.pop(key).popen.returncode = returncode  # so that Popen does not wait for it as well
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # helpers that it started
-                    os.killpg(pid, signal.SIGKILL)
+                returncode = self._children.pop(key).bury(status)
                 self._hear(key)
                 self._send(HostExited(key.role, key.index, returncode))
 

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from srt.managers.process.child_process import ChildKey, ChildProcess
+from srt.managers.process.child_process import ChildKey, ChildProcess, reap
 from srt.managers.process.heartbeats import HeartbeatWriter
 from srt.managers.process.runtime_switches import ControlWords
 from srt.managers.process.startup_report import STARTUP_FILE, StartupReport
@@ -291,20 +291,10 @@ class Supervisor:
         self._reap()
 
     def _reap(self) -> None:
-        """Reap every process that has ended, unknown ones too: PID 1 inherits orphans."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reap():
             key = self._by_pid.pop(pid, None)
             if key is not None:
-                returncode = os.waitstatus_to_exitcode(status)
-                self._children[key].popen.returncode = returncode  # so that Popen does not wait for it as well
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # helpers that it started
-                    os.killpg(pid, signal.SIGKILL)
+                returncode = self._children[key].bury(status)
                 self._hear(key)
                 self._handle(ChildExited(key, returncode))
 
