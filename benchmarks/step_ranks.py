@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 
-from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.rendezvous import Backend, init_tensor_parallel
-from srt.distributed.step_calls import StepCalls
+from srt.distributed.rendezvous import Backend, init_expert_exchange, init_tensor_parallel
 from srt.server_args import ServerArgs
 
 TIMEOUT_S = 120.0
@@ -55,11 +53,9 @@ def connect(args: ServerArgs, rank: int, folder: str, device: torch.device) -> T
         point = str(meeting / "ranks")
         return init_tensor_parallel(rank, size, point, backend, device, TIMEOUT_S, maps, args.ep_size)
     paths = [str(meeting / f"calls-{number}") for number in range(size)]
-    calls = StepCalls(paths[rank], TIMEOUT_S)
-    point, cpu = str(meeting / "experts"), torch.device("cpu")
-    ranks = init_tensor_parallel(rank, size, point, backend, device, TIMEOUT_S, maps, args.ep_size)
-    on_host = init_tensor_parallel(rank, size, str(meeting / "tokens"), "gloo", cpu, TIMEOUT_S)
-    exchange = ExpertExchange(ranks, groups, calls, paths, on_host)
+    exchange = init_expert_exchange(
+        rank, paths, groups, lambda purpose: str(meeting / purpose), device, TIMEOUT_S, maps, args.ep_size
+    )
     group, place = divmod(rank, size // groups)
     point = str(meeting / f"group-{group}")
     return init_tensor_parallel(place, size // groups, point, backend, device, TIMEOUT_S, maps, exchange=exchange)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import Group, SharedExperts, TensorParallel
 from srt.distributed.pipeline import MessageLinks, Pipeline, StageGroup
+from srt.distributed.step_calls import StepCalls
 from srt.utils.errors import StartError
 
 if TYPE_CHECKING:
@@ -88,6 +91,30 @@ def init_tensor_parallel(
     if device.type != "cuda" or not maps_peers:
         return tp
     return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s), expert_groups, exchange)
+
+
+def init_expert_exchange(
+    rank: int,
+    paths: Sequence[str],
+    num_groups: int,
+    meeting: Callable[[str], str],
+    device: torch.device,
+    timeout_s: float = 300.0,
+    maps_peers: bool = True,
+    expert_groups: int = 1,
+) -> ExpertExchange:
+    """Meet the ranks of all attention groups, which share the experts. Each hears calls at its path of `paths`.
+
+    `meeting` returns a path as `init_tensor_parallel` wants it: for "experts", and on GPUs also for "tokens".
+    """
+    # Opened first: after the meeting every rank can call every other one.
+    calls, size, cpu = StepCalls(paths[rank], timeout_s), len(paths), torch.device("cpu")
+    backend: Backend = "gloo" if device.type == "cpu" else "nccl"
+    ranks = init_tensor_parallel(rank, size, meeting("experts"), backend, device, timeout_s, maps_peers, expert_groups)
+    if device.type == "cpu":
+        return ExpertExchange(ranks, num_groups, calls, paths)
+    on_host = init_tensor_parallel(rank, size, meeting("tokens"), "gloo", cpu, timeout_s)
+    return ExpertExchange(ranks, num_groups, calls, paths, on_host)
 
 
 def init_pipeline(

@@ -9,11 +9,9 @@ from typing import TypeVar, cast
 
 import torch
 
-from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import Group, TensorParallel
 from srt.distributed.pipeline import Pipeline
-from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
-from srt.distributed.step_calls import StepCalls
+from srt.distributed.rendezvous import init_expert_exchange, init_pipeline, init_tensor_parallel
 
 T = TypeVar("T")
 
@@ -67,11 +65,9 @@ def run_groups(
     def one(rank: int) -> T:
         group, place = divmod(rank, group_size)
         meeting = str(folder / f"rendezvous-{number}")
-        calls = StepCalls(paths[rank], 60.0)
-        experts = init_tensor_parallel(
-            rank, size, f"{meeting}-experts", "gloo", CPU, timeout_s=60, expert_groups=expert_groups
+        exchange = init_expert_exchange(
+            rank, paths, num_groups, lambda purpose: f"{meeting}-{purpose}", CPU, 60.0, expert_groups=expert_groups
         )
-        exchange = ExpertExchange(experts, num_groups, calls, paths)
         tp = init_tensor_parallel(
             place, group_size, f"{meeting}-group-{group}", "gloo", CPU, timeout_s=60, exchange=exchange
         )

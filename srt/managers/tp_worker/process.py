@@ -436,35 +436,26 @@ def load_runner(child: Child) -> ModelRunner:
 
 
 def _meet_experts(start: ChildStart, layout: ReplicaLayout, device: torch.device) -> ExpertExchange:
-    """Meet the ranks of all attention groups, which share the experts."""
-    import torch  # the caller has loaded it
-
-    from srt.distributed.expert_exchange import ExpertExchange
-    from srt.distributed.rendezvous import init_tensor_parallel
-    from srt.distributed.step_calls import StepCalls
+    """Meet the ranks of all attention groups, and delete the files at which those of the engine before have met."""
+    from srt.distributed.rendezvous import init_expert_exchange
 
     number, args = start_number(start.generation, start.args.dp_size), start.args
-    _file_of(start, "experts-rendezvous-", number - 1).unlink(missing_ok=True)
-    paths = [calls_path(start.run_dir, rank, number) for rank in range(args.tp_size)]
     Path(calls_path(start.run_dir, start.index, number - 1)).unlink(missing_ok=True)
-    # Opened first: after the meeting every rank can call every other one.
-    calls = StepCalls(paths[start.index], args.dist_timeout)
-    ranks = init_tensor_parallel(
+
+    def meeting(purpose: str) -> str:
+        _file_of(start, f"{purpose}-rendezvous-", number - 1).unlink(missing_ok=True)
+        return str(_file_of(start, f"{purpose}-rendezvous-", number))
+
+    return init_expert_exchange(
         start.index,
-        args.tp_size,
-        str(_file_of(start, "experts-rendezvous-", number)),
-        "gloo" if device.type == "cpu" else "nccl",
+        [calls_path(start.run_dir, rank, number) for rank in range(args.tp_size)],
+        layout.groups,
+        meeting,
         device,
         args.dist_timeout,
         maps_peers=not args.disable_custom_all_reduce,
         expert_groups=args.ep_size,
     )
-    if device.type == "cpu":
-        return ExpertExchange(ranks, layout.groups, calls, paths)
-    _file_of(start, "tokens-rendezvous-", number - 1).unlink(missing_ok=True)
-    point = str(_file_of(start, "tokens-rendezvous-", number))
-    on_host = init_tensor_parallel(start.index, args.tp_size, point, "gloo", torch.device("cpu"), args.dist_timeout)
-    return ExpertExchange(ranks, layout.groups, calls, paths, on_host)
 
 
 def _file_of(start: ChildStart, name: str, number: int) -> Path:
