@@ -363,6 +363,8 @@ def resolve_device(args: ServerArgs, worker: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if not count:
+        raise StartError("PyTorch sees no GPU: check its build and CUDA_VISIBLE_DEVICES, or choose --device cpu.")
     index = args.base_gpu_id + worker % (args.dp_size * args.num_ranks // args.nnodes)  # its number on this host
     if index >= count:
         sizes = f"--tp {args.tp_size}" + (f" and --pp-size {args.pp_size}" if args.pp_size > 1 else "")
