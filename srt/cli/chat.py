@@ -15,9 +15,9 @@ from srt.cli.terminal import AnswerError, Client, add_options, engine, exit_code
 
 EXAMPLES = """\
 examples:
-  python -m srt.chat
-  python -m srt.chat --url http://localhost:30000 --system "Answer briefly."
-  echo "What is 12 + 30?" | python -m srt.chat
+  srt chat
+  srt chat --url http://localhost:30000 --system "Answer briefly."
+  echo "What is 12 + 30?" | srt chat
 
 While it runs, /help lists the commands. Ctrl-C stops an answer, not the
 program; Ctrl-D ends it. If standard input is not a terminal, each line is a
@@ -172,7 +172,7 @@ def _report(error: AnswerError, *, is_person: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("python -m srt.chat [options]", "Talk to a model in the terminal.", EXAMPLES)
+    parser = make_parser("srt chat [options]", "Talk to a model in the terminal.", EXAMPLES)
     parser.add_argument(
         "--system", metavar="TEXT", help="instructions that the conversation begins with (default: none)"
     )

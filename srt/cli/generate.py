@@ -13,8 +13,8 @@ from srt.cli.terminal import Client, add_options, engine, exit_code_of, make_par
 
 EXAMPLES = """\
 examples:
-  python -m srt.generate "Once upon a time"
-  python -m srt.generate --url http://localhost:30000 --json < prompt.txt
+  srt generate "Once upon a time"
+  srt generate --url http://localhost:30000 --json < prompt.txt
 
 exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong
 options, 130 stopped by Ctrl-C"""
@@ -56,7 +56,7 @@ def _prompt_of(options: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        "python -m srt.generate [options] [prompt]", "Continue a prompt, and write the text as it comes.", EXAMPLES
+        "srt generate [options] [prompt]", "Continue a prompt, and write the text as it comes.", EXAMPLES
     )
     parser.add_argument("prompt", nargs="?", help="the text to continue (default, and -: standard input)")
     parser.add_argument(

@@ -125,6 +125,7 @@ _SAMPLING = {
 
 def make_parser(usage: str, description: str, epilog: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
+        prog=usage.partition(" [")[0],
         usage=usage,
         description=description,
         epilog=epilog,
