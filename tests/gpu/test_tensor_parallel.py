@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +182,13 @@ def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b - b.mean()))
 
 
-def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> None:
-    """In bfloat16, as it is served: products that stream weights, sums in the ranks' memory, graphs of 1 to 128 rows."""
+def check_real_shape(batch_sizes: Sequence[int], **divided: int) -> None:
+    """A model divided like this says of the tokens that it draws in these batches what one process says of them."""
     options: dict[str, Any] = {"model_path": models.folder_of("qwen3-0.6b"), "load_format": "dummy"}
     options["max_total_tokens"] = 24576  # so that other tests may run on the same GPUs
     rng = np.random.default_rng(3)
-    rows = [[rng.integers(0, 150_000, 5 + 7 * i % 300).tolist() for i in range(count)] for count in (1, 2, 6, 40, 100)]
-    with Runtime(**options, tp_size=2) as runtime:
+    rows = [[rng.integers(0, 150_000, 5 + 7 * i % 300).tolist() for i in range(count)] for count in batch_sizes]
+    with Runtime(**options, **divided) as runtime:
         while num_graphs_left(runtime):
             pass
         ours = [logprobs_while_drawn(runtime, prompts) for prompts in rows]
@@ -196,6 +197,11 @@ def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> Non
     for (_, logprobs), reference in zip(ours, theirs, strict=True):
         assert distance(logprobs, reference) <= 0.1, len(reference)
     assert distance(ours[-1][1][::-1], theirs[-1]) > 0.5, "rows cannot be told from each other"
+
+
+def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> None:
+    """In bfloat16, as it is served: products that stream weights, sums in the ranks' memory, graphs of 1 to 128 rows."""
+    check_real_shape((1, 2, 6, 40, 100), tp_size=2)
 
 
 def run_ranks(case: str, folder: Path, size: int) -> None:
