@@ -1,8 +1,9 @@
-"""How much work a function does, in a number that does not depend on the machine."""
+"""How much work a function does, in numbers that do not depend on the machine."""
 
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from collections.abc import Callable
 from types import FrameType
 
@@ -22,3 +23,13 @@ def num_calls(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(before)
     return number
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most memory that Python's objects take at a time within a call of `function`, beyond what they took before."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

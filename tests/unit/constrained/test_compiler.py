@@ -113,6 +113,9 @@ def test_hostile_constraints_end_and_the_next_one_compiles() -> None:
                     assert constraint is not None
                     said = await outcome(compiler, constraint)
                 print(f"{name}: {said[:150]}")
+                assert "was not compiled within" not in said, (
+                    f"{name} was given up by the one who waits, not by the process"
+                )
                 pid = process_of(compiler).pid
                 fresh = Constraint("regex", f"[0-9]{{3}}{len(name)}")
                 assert await outcome(compiler, fresh) == f"fine {fresh.key}", name
@@ -139,7 +142,8 @@ def test_hostile_constraints_do_not_delay_others() -> None:
             await compiler.compile(PLAIN)
             assert not any(task.done() for task in hostile)
             refusal = f"constraint takes more than {LIMIT_S:g} s to compile: make it smaller"
-            assert await asyncio.gather(*hostile) == [refusal] * len(slow)
+            too_busy = "The server is too busy to compile the constraint."  # if a fork had little of a core in its time
+            assert set(await asyncio.gather(*hostile)) <= {refusal, too_busy}
 
     asyncio.run(run())
 
