@@ -501,8 +501,8 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
         if name.startswith("--") and name[2:].replace("-", "_") in UNSUPPORTED:
             raise ArgumentError(f"{name} is not supported yet.")
     if rest:
-        known = "Unknown option" if rest[0].startswith("-") else "Options begin with --, such as --model-path, unlike"
-        raise ArgumentError(f"{known} {rest[0]} (see --help).")
+        kind = "Unknown option" if rest[0].startswith("-") else "Options begin with --, which is missing in"
+        raise ArgumentError(f"{kind} {rest[0]} (see --help).")
     values = vars(namespace)
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return checked(ServerArgs(**values))

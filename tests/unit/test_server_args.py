@@ -128,7 +128,7 @@ def test_every_kind_of_option_means_the_same_in_both(words: list[str], keywords:
         ([*RAY, "--dist-init-addr", "h"], "--dist-init-addr must be HOST:PORT"),
         ([*MODEL, "--ray-num-cpus", "2"], "--ray-num-cpus needs --use-ray"),
         ([*MODEL, "--no-such-thing"], "Unknown option --no-such-thing"),
-        ([*MODEL, "stray"], "unlike stray"),
+        ([*MODEL, "stray"], "missing in stray"),
         ([*MODEL, "--page", "16"], "Unknown option --page"),  # no guessing from beginnings
     ],
     ids=str,

@@ -282,7 +282,7 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
         if memory is not None and needed / num_gpus > memory.total:
             raise StartError(
                 f"The weights take {needed / num_gpus / 1e9:.1f} GB on each of {num_gpus} GPUs as {dtype}, and one has"
-                f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not set"
+                f" {memory.total / 1e9:.1f} GB: choose a smaller model, a larger --tp or --pp-size, or --dtype bfloat16 if it is not set"
                 " already."
             )
         return

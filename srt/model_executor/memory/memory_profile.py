@@ -130,7 +130,7 @@ def check_weights(num_bytes: int, device: torch.device) -> None:
     if num_bytes > free - int(total * CUDA_SLACK):
         raise StartError(
             f"This rank's weights take {num_bytes / 1e9:.1f} GB, but only {free / 1e9:.1f} of {total / 1e9:.1f} GB are free on"
-            f" {device}: choose a smaller model, a larger --tp, or --dtype bfloat16 if it is not that already."
+            f" {device}: choose a smaller model, a larger --tp or --pp-size, or --dtype bfloat16 if it is not that already."
         )
 
 
@@ -176,5 +176,5 @@ def check_pages(num_pages: int, args: ServerArgs, bytes_per_token: int, other_by
     larger = "" if fraction is None else f", a larger --mem-fraction-static than {fraction}"
     raise StartError(
         f"After the weights{others} no memory is left for even one {page}: choose a smaller --page-size,"
-        f" --chunked-prefill-size, --max-running-requests or --context-length{larger}, or a larger --tp."
+        f" --chunked-prefill-size, --max-running-requests or --context-length{larger}, or a larger --tp or --pp-size."
     )
