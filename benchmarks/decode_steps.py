@@ -163,7 +163,7 @@ def main() -> int:
     if min(*sizes, options.context, options.steps, options.rounds) < 1:
         parser.error("--rows, --context, --steps and --rounds take numbers from 1 on")
     if options.kernels and not torch.cuda.is_available():
-        parser.error("--kernels measures the kernels of a GPU, and there is none: leave it out")
+        parser.error("--kernels needs a GPU, and PyTorch sees none: leave the option out")
     words = ["--model-path", models.folder_of(options.model_path)]
     groups = num_groups(parse_args([*words, *server_options]))
     sizes = sorted({max(1, size // groups) for size in sizes}, reverse=True)

@@ -39,7 +39,7 @@ class ExpertExchange:
         self.global_num_tokens = [0] * num_groups
         """The tokens of each group in the present step."""
         self.all_decode = False
-        """Whether the present step computes no prompt in any group, so that all ranks may replay a graph."""
+        """Whether all groups have only decode rows, or no rows, in the present step. Only then may ranks replay a graph."""
         self._group_size = ranks.size // num_groups
         self._group = ranks.rank // self._group_size
         self._calls = calls

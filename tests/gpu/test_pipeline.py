@@ -125,7 +125,7 @@ def test_two_stages_on_two_gpus_give_the_tokens_of_a_cpu(
 
 @pytest.mark.two_gpus
 def test_two_stages_of_a_real_shape_say_what_one_process_says_of_the_same_tokens() -> None:
-    """In bfloat16, as it is served."""
+    """The log-probabilities of tokens that two stages draw in bfloat16 are those that one process computes for the same tokens."""
     check_real_shape((1, 6, 100), pp_size=2)
 
 

@@ -200,7 +200,7 @@ def check_real_shape(batch_sizes: Sequence[int], **divided: int) -> None:
 
 
 def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> None:
-    """In bfloat16, as it is served: products that stream weights, sums in the ranks' memory, graphs of 1 to 128 rows."""
+    """In bfloat16 ranks stream weights, add up sums in each other's memory, and replay graphs of 1 to 128 rows."""
     check_real_shape((1, 2, 6, 40, 100), tp_size=2)
 
 

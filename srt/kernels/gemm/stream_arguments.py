@@ -12,7 +12,7 @@ from srt.kernels.build.hopper import pointer
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What LoRA adapters add to a product W x: B (A x), where each row x has an adapter (A, B) of its own or none. A x is given."""
+    """The term B (A x) that LoRA adapters add to a product W x. Each row x has an adapter (A, B) of its own, or none. A x is given."""
 
     low: torch.Tensor  # [parts, rows, merged layers * rank] float32: A x in parts to be added up
     up: torch.Tensor  # [adapters, rows of W, rank]: B; each adapter's is contiguous

@@ -119,9 +119,8 @@ class DecodeRunner:
         self._chosen: _Chosen | None = None  # for the current step
         self.graph_rows: int | None = None
         """Rows of the graph to replay, as attention groups agree before each step; 0: no graph. None: there are no groups."""
-        self._has_stored = (
-            True  # whether the last step's draws were stored: pages are addressed by the number of the next store
-        )
+        self._has_stored = True
+        """Whether the last step's draws were stored: pages are addressed by the number of the next store."""
         self._host_plans = parts.attn_backend.host_plans
         self._readings = parts.attn_backend.decode_readings
         self._backend_graphs = parts.attn_backend.decode_graphs
@@ -220,7 +219,9 @@ class DecodeRunner:
         return chosen.logits
 
     def common_size(self, num_rows: int) -> int:
-        """Return the size of the graph to replay if the largest attention group has `num_rows` rows; 0 if there is none."""
+        """Return the rows of the smallest graph with room for `num_rows`; 0 if there is none. With the most rows that an attention group
+        has, this is the size that all groups replay.
+        """
         by_row = self.graphs.get(Reading.BY_ROW)
         return 0 if by_row is None else by_row.size_for(num_rows) or 0
 
