@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,10 @@ class LoadedHead:
         fused = self.config.layer.hidden_size * self.dtype.itemsize
         kind = MHATokenToKVPool if self._latents is None else MLATokenToKVPool
         return kind.bytes_per_token(self._kv_heads, self.dtype) + fused
+
+    def of_shortened(self, num_layers: int) -> LoadedHead:
+        """Return the head as one of a model of which only this many layers run: it reads the inputs of the last one instead."""
+        return replace(self, taps=tuple(min(tap, num_layers - 1) for tap in self.taps))
 
     def new_pool(self, num_locations: int) -> MHATokenToKVPool:
         """Allocate the memory of keys and values. Its pages have one entry; the last is the dummy page."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,6 +45,13 @@ class SizedGraphs(ABC):
         self.stage_padding(size)
         for work in self.works(size):
             work()
+
+    def precompile(self) -> Iterator[tuple[str, int]]:
+        """Run the work of each graph, then yield its name; in the order in which graphs are captured."""
+        for size in reversed(self.sizes):
+            with quick_products(size, self._device):
+                self.run_padding(size)
+            yield self.name, size
 
     @property
     def num_left(self) -> int:

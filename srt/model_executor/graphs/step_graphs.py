@@ -6,14 +6,14 @@ Which size a step replays, and which size is worth a capture, is decided in `cud
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from srt.distributed.errors import CollectiveError
 from srt.model_executor.graphs.decode_runner import DecodeRunner
-from srt.model_executor.graphs.graph_kernels import GraphKernels
+from srt.model_executor.graphs.graph_kernels import Graph, GraphKernels
 from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
 from srt.model_executor.graphs.sized_graphs import SizedGraphs
 
@@ -49,6 +49,12 @@ class StepGraphs:
         """Capture the graphs of this runner as well, before those of the runners that are there."""
         self._runners.insert(0, runner)
         self._num_left = self._count_left()
+
+    def precompile_added(self) -> Iterator[Graph]:
+        """Run the work of each graph of the runners that were added, then yield its name; in the order in which graphs are captured."""
+        for runner in self._runners:
+            if isinstance(runner, SizedGraphs):
+                yield from runner.precompile()
 
     @property
     def num_left(self) -> int:

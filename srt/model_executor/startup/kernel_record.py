@@ -17,14 +17,19 @@ import triton
 from triton import knobs
 
 import srt
-from srt.server_args import MEMORY, ServerArgs
+from srt.server_args import MEMORY, SPECULATION, ServerArgs
 from srt.utils.cache_folders import own_folder
 from srt.utils.errors import StartError
 from srt.utils.lora_options import LORA
 from srt.utils.rank_options import DEVICE
 
 SOURCES = (".py", ".cu", ".cuh", ".h")
-ELSEWHERE = ("base_gpu_id", "random_seed")  # options that do not change the kernels
+ELSEWHERE = (  # options that do not change the kernels
+    "base_gpu_id",
+    "random_seed",
+    "speculative_draft_model_path",
+    "speculative_ngram_min_match_window_size",
+)
 
 
 class KernelRecord:
@@ -37,7 +42,7 @@ class KernelRecord:
         options = [
             (field.name, getattr(args, field.name))
             for field in dataclasses.fields(args)
-            if field.metadata["group"] in (MEMORY, DEVICE, LORA) and field.name not in ELSEWHERE
+            if field.metadata["group"] in (MEMORY, SPECULATION, DEVICE, LORA) and field.name not in ELSEWHERE
         ]
         self._key = repr((options, model, rank, _name_of(device), torch.__version__, triton.__version__))
 

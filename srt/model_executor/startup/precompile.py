@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from threading import Event
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from srt.kernels.build.graph_fills import compile_fill
+from srt.model_executor.graph_speculation import GraphSpeculatingRunner
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.graphs.graph_kernels import Graph, GraphKernels
 from srt.model_executor.graphs.piecewise_cuda_graph_runner import PiecewiseCudaGraphRunner
@@ -20,6 +23,7 @@ from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.stage_runner import new_runner
 from srt.model_executor.startup.peak_step import largest_step
+from srt.model_executor.startup.start_drafter import graph_speculating_runner
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import (
     adapted_requests,
@@ -44,12 +48,13 @@ MOST_COMPILERS = 8
 
 
 @torch.inference_mode()
-def precompile(loaded: LoadedModel) -> GraphKernels:
+def precompile(loaded: LoadedModel, small: LoadedModel | None = None) -> GraphKernels:
     """Run steps of all kinds without launching our kernels; threads compile these in parallel instead.
 
-    Waits for the kernels of the first steps. Those of later steps are compiled while the start goes on and requests arrive, unless an
-    earlier start has compiled them. Runs only as many layers as together use all kernels, and involves no other rank. A failure is logged
-    as a warning, and the kernel is compiled when it is needed.
+    These include the steps of what drafts: of `small`, or of the head beside the model. Waits for the kernels of the first steps. Those of
+    later steps are compiled while the start goes on and requests arrive, unless an earlier start has compiled them. Runs only as many
+    layers as together use all kernels, and involves no other rank. A failure is logged as a warning, and the kernel is compiled when it is
+    needed.
     """
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.kernels.build.precompile import Compilers
@@ -59,13 +64,12 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
     first, are_first_done = Compilers(num_threads), Event()
     shape = loaded.config.config_hash(), loaded.config.context_length, loaded.dtype, loaded.attention
     place = loaded.stage.index * loaded.tp.size + loaded.tp.rank
-    record = KernelRecord(loaded.args, shape, place, loaded.device)
+    record = KernelRecord(loaded.args, (*shape, drafter_key(loaded, small)), place, loaded.device)
     kernels = GraphKernels()
     begin_later = partial(Compilers, min(max(1, num_threads // 2), MOST_COMPILERS), are_first_done)
     try:
-        layers = loaded.config.layers[loaded.stage.layers.start : loaded.stage.layers.stop]
-        with loaded.alone(), loaded.model.shortened(num_distinct_layers(layers)):
-            _go_through_steps(loaded, first, record, kernels, begin_later)
+        with _shortened(loaded, small) as shortened:
+            _go_through_steps(shortened, small, first, record, kernels, begin_later)
     except Exception as error:
         logger.warning(
             "Kernels could not be compiled ahead (%s: %s). They are compiled at first use, so the first requests are slow.",
@@ -78,8 +82,29 @@ def precompile(loaded: LoadedModel) -> GraphKernels:
     return kernels
 
 
+@contextmanager
+def _shortened(loaded: LoadedModel, small: LoadedModel | None) -> Iterator[LoadedModel]:
+    """Inside, run without other ranks, and only as many layers as together use all kernels. Yield the model as it is then."""
+    layers = loaded.config.layers[loaded.stage.layers.start : loaded.stage.layers.stop]
+    num_layers = num_distinct_layers(layers)
+    head = None if loaded.head is None else loaded.head.of_shortened(num_layers)
+    with ExitStack() as stack:
+        stack.enter_context(loaded.alone())
+        stack.enter_context(loaded.model.shortened(num_layers))
+        if small is not None:
+            stack.enter_context(small.model.shortened(num_distinct_layers(small.config.layers)))
+        yield replace(loaded, head=head)
+
+
+def drafter_key(loaded: LoadedModel, small: LoadedModel | None) -> object:
+    """Return what the kernels of the drafter depend on, beside the options."""
+    head = None if loaded.head is None else loaded.head.config
+    return head, None if small is None else (small.config.config_hash(), small.dtype, small.attention)
+
+
 def _go_through_steps(
     loaded: LoadedModel,
+    small: LoadedModel | None,
     first: Compilers,
     record: KernelRecord,
     kernels: GraphKernels,
@@ -94,7 +119,9 @@ def _go_through_steps(
         run_to_the_end(trial, largest_step(loaded)[0])
         trial.reset()
         decodes = DecodeRunner.of(loaded, state, None, None)
-        runner = new_runner(loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes))
+        parts = loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes)
+        is_drafted = loaded.args.speculative_algorithm is not None
+        runner = graph_speculating_runner(*parts, small, None) if is_drafted else new_runner(*parts)
         short = short_chunks(loaded.attention.prefill)
         run_requests(runner, warm_up_requests(loaded.device.type, state.max_request_tokens, state.page_size, short))
         mask_something(runner)
@@ -114,6 +141,8 @@ def _precompile_later_steps(
     try:
         with precompiling(compilers):
             _precompile_graphs(runner, decodes, compilers, kernels)
+            if isinstance(runner, GraphSpeculatingRunner):  # what drafts reads long prompts too
+                run_requests(runner, iter([[largest_step(runner.loaded)[0]]]))
             run_requests(runner, batches(state.num_slots, state.max_request_tokens, state.page_size))
             _precompile_adapted_steps(runner)
         compilers.no_more(record.record_complete)
@@ -140,6 +169,7 @@ def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Co
         compilers.compile(compile_fill, partial(compile_fill, loaded.device))  # the first graph needs it
     pieces = PiecewiseCudaGraphRunner.of(loaded, runner.state, None)
     of_decodes = decodes.precompile() if loaded.attn_backend.decode_graphs is not None else ()
-    graphs: Iterator[Graph] = chain(of_decodes, () if pieces is None else pieces.precompile())
+    of_prompts = () if pieces is None else pieces.precompile()
+    graphs: Iterator[Graph] = chain(runner.graphs.precompile_added(), of_decodes, of_prompts)
     for graph in graphs:
         kernels.add(graph, compilers.pop_asked())

@@ -42,8 +42,17 @@ VERIFY_SIZES = (2, 4, 5, 8, 10, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # number
 DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of rows to capture
 
 
-def load_small_model(loaded: LoadedModel) -> LoadedModel | None:
-    """Load the smaller model that drafts, if the options name one."""
+def load_drafter(loaded: LoadedModel) -> tuple[LoadedModel, LoadedModel | None]:
+    """Load what drafts, if the options name it. Return the model, with the head that drafts, and the smaller model that does."""
+    small = _load_small_model(loaded)
+    if small is not None and loaded.device.type == "cuda":
+        loaded = replace(loaded, drafting_bytes=small.memory_shares.bytes_per_token[0])
+    if (head := _load_head(loaded)) is not None:
+        loaded = replace(loaded, head=head, drafting_bytes=head.bytes_per_token)
+    return loaded, small
+
+
+def _load_small_model(loaded: LoadedModel) -> LoadedModel | None:
     args, folder = loaded.args, loaded.args.speculative_draft_model_path
     if folder is None or args.speculative_algorithm != "STANDALONE":
         return None
@@ -52,8 +61,7 @@ def load_small_model(loaded: LoadedModel) -> LoadedModel | None:
     return load_model(draft_args, config, folder, loaded.tp, loaded.device)
 
 
-def load_head(loaded: LoadedModel) -> LoadedHead | None:
-    """Load the head that drafts from the model's hidden states, if the options name one."""
+def _load_head(loaded: LoadedModel) -> LoadedHead | None:
     args, folder = loaded.args, loaded.args.speculative_draft_model_path
     if folder is None or args.speculative_algorithm not in ("EAGLE3", "NEXTN"):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -23,8 +22,7 @@ from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.profile_pages import profile_num_pages
 from srt.model_executor.startup.start_drafter import (
     graph_speculating_runner,
-    load_head,
-    load_small_model,
+    load_drafter,
     speculating_runner,
 )
 from srt.model_executor.step.step_pooler import StepPooler
@@ -51,14 +49,14 @@ def start_runner(
     defaults to CUDA's. `num_tokens`, unless 0, is the number of tokens that the KV memory must hold, else the options decide.
     A `pipeline` of several stages says which part of the model this is.
     """
-    loaded = load_model(args, config, folder, tp, device, report_weights, pipeline)
+    loaded, small = load_drafter(load_model(args, config, folder, tp, device, report_weights, pipeline))
     kernels = GraphKernels()
     if device.type == "cuda" and not config.is_encoder:
         report_phase("kernels")
         with loaded.memory.region("buffers"):  # attention keeps the buffers that it allocates here
-            kernels = precompile(loaded)
+            kernels = precompile(loaded, small)
     report_phase("memory")
-    runner = build_runner(loaded, kernels, capture, num_tokens)
+    runner = build_runner(loaded, kernels, capture, num_tokens, small)
     decodes = runner.graphs.decodes
     if decodes is not None and decodes.compiled is not None:
         report_phase("compile")
@@ -68,15 +66,17 @@ def start_runner(
 
 @torch.inference_mode()
 def build_runner(
-    loaded: LoadedModel, kernels: GraphKernels, capture: Capture | None = None, num_tokens: int = 0
+    loaded: LoadedModel,
+    kernels: GraphKernels,
+    capture: Capture | None = None,
+    num_tokens: int = 0,
+    small: LoadedModel | None = None,
 ) -> ModelRunner:
-    """Allocate the KV memory, as large as the options and the device allow, and create everything that depends on its size."""
+    """Allocate the KV memory, as large as the options and the device allow, and create everything that depends on its size.
+
+    `small` is the smaller model that drafts, if there is one.
+    """
     args, device = loaded.args, loaded.device
-    small = load_small_model(loaded)
-    if small is not None and device.type == "cuda":
-        loaded = replace(loaded, drafting_bytes=small.memory_shares.bytes_per_token[0])
-    if (head := load_head(loaded)) is not None:
-        loaded = replace(loaded, head=head, drafting_bytes=head.bytes_per_token)
     max_compiled = min(args.torch_compile_max_bs, args.max_running_requests) if args.enable_torch_compile else 0
     compiled = CompiledForward(loaded.our_model, max_compiled) if max_compiled else None
     nums_pages = profile_num_pages(loaded, num_tokens)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from srt.kernels.attention.gather_pages import gather_pages
@@ -30,33 +28,7 @@ from srt.kernels.sampling.draw_rows import DrawRows
 from srt.kernels.sampling.sample import draw
 from srt.layers.sampler import Draws
 from srt.model_executor.step.draw_store import RING, DrawStore, cuda_launch
-
-
-class FakeGpu:
-    """Triton's driver of a Hopper GPU on which nothing runs: `launched` has the names of the kernels that would."""
-
-    def __init__(self) -> None:
-        self.launched: list[str] = []
-        self.num_launchers = 0
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 227 << 10, "warpSize": 32},
-            load_binary=lambda name, *rest: (object(), name, 32, 0, 1024),
-        )
-
-    def get_current_device(self) -> int:
-        return -90  # of no other driver, as kernels are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        del device
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        del source
-        self.num_launchers += 1
-        return lambda *args: self.launched.append(metadata.name)
+from tests.support.fake_gpu import FakeGpu
 
 
 @pytest.fixture
