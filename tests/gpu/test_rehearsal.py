@@ -22,7 +22,8 @@ from tests.support.runners import make_runner
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
-REAL_CONFIG = Path(__file__).parents[2] / "benchmarks" / "configs" / "qwen3-0.6b.json"
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+REAL_CONFIG, HEAD_CONFIG = CONFIGS / "qwen3-0.6b.json", CONFIGS / "qwen3-8b-eagle3.json"
 
 
 @pytest.fixture
@@ -93,3 +94,42 @@ def test_graphs_compile_nothing_and_wait_for_those_who_do(tmp_path: Path, compil
     precompiled._compilers._threads.shutdown()  # once they have compiled what larger steps without a graph need
     again = make_runner(tmp_path, 16, device=CUDA, dtype="bfloat16", load_format="dummy", max_running_requests=256)
     assert again.graphs._kernels._compilers is None
+
+
+def options_of(algorithm: str, folder: Path) -> dict[str, Any]:
+    """Options of a server that drafts, for the shape that `make_real_shape` has written to this folder."""
+    options: dict[str, Any] = {"speculative_algorithm": algorithm}
+    if algorithm == "STANDALONE":
+        (folder / "draft").mkdir()
+        options["speculative_draft_model_path"] = str(make_real_shape(folder / "draft", hidden_size=768))
+    elif algorithm == "EAGLE3":
+        (folder / "head").mkdir()
+        config = json.loads(HEAD_CONFIG.read_text()) | {"hidden_size": 1280, "intermediate_size": 3328}
+        (folder / "head" / "config.json").write_text(json.dumps(config))
+        options["speculative_draft_model_path"] = str(folder / "head")
+    return options
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
+def test_graphs_of_drafts_compile_nothing_either(
+    tmp_path: Path, compiled: list[tuple[str, bool]], caplog: pytest.LogCaptureFixture, algorithm: str
+) -> None:
+    make_real_shape(tmp_path, hidden_size=1280, intermediate_size=3328, num_hidden_layers=8)
+    options = {"cuda_graph_bs": (1, 64), "piecewise_cuda_graph_max_tokens": 0, **options_of(algorithm, tmp_path)}
+    with caplog.at_level(logging.WARNING):
+        runner = make_runner(
+            tmp_path, 16, device=CUDA, dtype="bfloat16", load_format="dummy", max_running_requests=64, **options
+        )
+    assert not [one for one in caplog.records if "compiled ahead" in one.getMessage()]
+    warm_up(runner)
+    assert [name for name, is_here in compiled if is_here and "{" not in name] == []
+    precompiled, before = runner.graphs._kernels, len(compiled)
+    names = list(precompiled._kernels)
+    assert names[0] == ("verify", 256)
+    captured = []
+    while runner.graphs.num_left:
+        captured.append(runner.graphs._next_runner.next_graph)
+        precompiled.wait(captured[-1])
+        assert runner.graphs.capture_next()
+        assert [name for name, is_here in compiled[before:] if is_here] == [], captured[-1]
+    assert captured == names
