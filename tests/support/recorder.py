@@ -43,7 +43,7 @@ class Recorder:
 
 
 class UnseenGraphs(Recorder):
-    """Like CUDA's: work runs twice to warm up, is then recorded, and nobody sees a replay store draws.
+    """Like CUDA's: work runs to warm up, is then recorded, and nobody sees a replay store draws.
 
     So of stores of draws: a recorded one does not run, and one in a replay runs without being launched. What they tell the host
     arrives when it asks whether the device is idle.

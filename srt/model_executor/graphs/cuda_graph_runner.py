@@ -15,7 +15,7 @@ from srt.kernels.build.graph_launch import launcher
 
 Work = Callable[[], None]
 NUM_WARM_UPS = (
-    2  # runs before a capture: kernels and workspaces created at first use must not be created inside a graph
+    1  # runs before a capture: kernels and workspaces created at first use must not be created inside a graph
 )
 MOST_PADDING = 1.5  # a graph of up to this many times the best size is good enough while requests run
 PADDED_STEPS = 200  # this many steps padded to a near graph lose as much time as capturing the best one takes
