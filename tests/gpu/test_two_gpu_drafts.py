@@ -34,10 +34,17 @@ def told(answer: dict[str, Any]) -> tuple[Any, ...]:
     return answer["output_ids"], meta["finish_reason"], meta["completion_tokens"]
 
 
-@pytest.mark.parametrize("algorithm", DRAFTERS)
-def test_answers_of_two_ranks_with_drafts_are_those_of_one_without(algorithm: str) -> None:
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Any]]:
+    """The answers of one rank without drafts."""
     with srt.Runtime(**OPTIONS) as runtime:
-        expected = answers_of(runtime)
+        return answers_of(runtime)
+
+
+@pytest.mark.parametrize("algorithm", DRAFTERS)
+def test_answers_of_two_ranks_with_drafts_are_those_of_one_without(
+    algorithm: str, expected: list[dict[str, Any]]
+) -> None:
     drafts: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_draft_model_path": DRAFTERS[algorithm]}
     with srt.Runtime(**OPTIONS, **drafts, tp_size=2) as runtime:
         found = [answers_of(runtime)]
