@@ -105,8 +105,8 @@ class StepGraphs:
         return next((runner for runner in left if runner.is_missing_one), left[0])
 
     def _all(self, holds: bool) -> bool:
-        """Return whether this holds on all ranks of all stages."""
-        return bool(self._pipeline.min_int(self._tp.min_int(int(holds))))
+        """Return whether this holds on all ranks of all stages, and of all attention groups, which must have graphs of the same sizes."""
+        return bool(self._pipeline.min_int(self._tp.of_experts.min_int(int(holds))))
 
     def _count_left(self) -> int:
         return sum(runner.num_left for runner in self._runners)

@@ -15,6 +15,7 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
+from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind
@@ -148,6 +149,39 @@ def test_groups_replay_graphs_of_one_size_while_none_has_a_prompt(
     assert all(recorder.num_captures == len(sizes) * len(SamplingKind) for recorder in recorders)
     assert joined[-1]
     assert min(replays) > 10, f"a group without tokens replays too: {replays}, {joined}"
+
+
+class Failing(Recorder):
+    """Fails after it has captured the graph with this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._left = number
+
+    def __call__(self, work: Work) -> Work:
+        replay = super().__call__(work)
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("out of memory")
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("failing", "left"), [(2, [8, 8, 8, 8]), (4, [2, 2, 4, 8])], ids=["an early size", "the last size"]
+)
+def test_a_size_that_one_group_cannot_capture_is_dropped_by_all(
+    failing: int, left: list[int], checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+    folder, sizes = checkpoint("qwen3_moe"), (1, 2, 4, 8)
+
+    def work(tp: TensorParallel, group: int) -> list[int]:
+        capture = Failing(failing * len(SamplingKind) if group else 0)
+        runner = make_runner(folder, PAGE, tp, capture=capture, max_running_requests=8, cuda_graph_bs=sizes)
+        assert runner.graphs.decodes is not None and not runner.graphs.num_left
+        return [runner.graphs.decodes.common_size(size) for size in sizes]
+
+    assert run_groups(2, 2, tmp_path, work) == [left, left]
 
 
 @pytest.mark.full
