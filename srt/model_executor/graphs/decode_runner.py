@@ -275,6 +275,8 @@ class DecodeRunner:
             return self._parts.adapters is not None
         if reading is Reading.BY_ROW:
             return True
+        if self._parts.exchange is not None:
+            return False  # without a graph another group computes a prompt, which takes longer: these kernels are not precompiled
         return self._readings is not None and self._readings.can_read(reading, num_rows)
 
     def sample(self, step: DecodeStep) -> None:

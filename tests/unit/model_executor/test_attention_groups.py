@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,11 @@ from srt.distributed.errors import CollectiveError
 from srt.distributed.expert_exchange import ExpertExchange
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.attention import backend_choice
+from srt.layers.attention.base import DecodeReadings, Reading
+from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.model_executor.model_runner import ModelRunner
+from srt.model_executor.step import step_planner
 from srt.protocol.messages import PlanSection
 from srt.sampling.sampling_batch_info import SamplingKind
 from tests.support.checkpoints import CheckpointFactory
@@ -149,6 +152,37 @@ def test_groups_replay_graphs_of_one_size_while_none_has_a_prompt(
     assert all(recorder.num_captures == len(sizes) * len(SamplingKind) for recorder in recorders)
     assert joined[-1]
     assert min(replays) > 10, f"a group without tokens replays too: {replays}, {joined}"
+
+
+class NotesReadings(PlansAtOnce):
+    """Can read in all ways, and notes those of steps on the main thread, which runs the whole model, and on others, which run groups."""
+
+    of_whole: ClassVar[set[Reading]] = set()
+    of_groups: ClassVar[set[Reading]] = set()
+
+    @property
+    def decode_readings(self) -> DecodeReadings:
+        return self
+
+    def can_read(self, reading: Reading, num_rows: int) -> bool:
+        del reading, num_rows
+        return True
+
+    def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
+        del batch
+        is_whole = threading.current_thread() is threading.main_thread()
+        (self.of_whole if is_whole else self.of_groups).add(reading)
+
+
+def test_groups_read_without_graphs_as_in_graphs(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of other readings would be compiled while requests wait."""
+    monkeypatch.setattr(backend_choice, "TorchNativeBackend", NotesReadings)
+    monkeypatch.setattr(step_planner, "LEAST_SHARING_ROWS", 2)
+    check_groups(checkpoint("qwen3_moe"), tmp_path, 2)
+    assert Reading.EVEN in NotesReadings.of_whole
+    assert NotesReadings.of_groups == {Reading.BY_ROW}
 
 
 class Failing(Recorder):
