@@ -30,6 +30,7 @@ from tests.faults.test_replacement import (
 from tests.faults.test_replicas import check_books, states_of
 from tests.faults.test_stages import NUMBER, serving
 from tests.support.checkpoints import CheckpointFactory
+from tests.support.counting_worker import FAILING_RANK, FAILING_SIZE, told_by
 from tests.support.poisoned_worker import POISON
 from tests.support.server_process import END_S, ServerProcess
 
@@ -172,6 +173,22 @@ def test_a_request_that_kills_workers_fails_alone(folder: Path, tmp_path: Path, 
         check_books(url)
         server.send(signal.SIGTERM)
         assert server.wait() == 0
+
+
+@pytest.mark.full
+def test_groups_replay_graphs_of_the_sizes_that_all_have_captured(
+    folder: Path, tmp_path: Path, whole: list[Chunks]
+) -> None:
+    """One rank fails to capture the second size. A worker stands in for graphs, and counts replays."""
+    words = ["launch", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--port", "0", "--tp", "2"]
+    words += ["--max-total-tokens", "16384", "--chunked-prefill-size", "24", "--cuda-graph-bs", "1", "4", "8", *GROUPS]
+    with ServerProcess("tests.support.counting_worker", words, tmp_path, {FAILING_RANK: "1"}) as server:
+        check_same(all_streamed(url_of(server)), whole)
+        server.wait_for(f"The CUDA graph for {FAILING_SIZE} rows or tokens could not be captured")
+        for rank in (0, 1):
+            server.wait_for(told_by(rank))
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0, server.lines
 
 
 @pytest.mark.full
