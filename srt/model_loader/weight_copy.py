@@ -2,7 +2,7 @@
 
 file ── read ──> a thread's buffer (pinned for a GPU) ── its stream ──> device ── cut, converted ──> parameter
 
-On a CPU blocks that are stored as they are used are read into the parameter.
+Blocks that are stored as they are used are uploaded into the parameter, and on a CPU read into it.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class _Block:
 
     @property
     def is_stored_as_used(self) -> bool:
-        """Whether the block can be read into its target as it is: both have the same bytes, and the target is in the host's memory."""
+        """Whether the block and its target have the same bytes."""
         target = self.target
         return (
             self.quantise is None
-            and (target.device.type, target.dtype) == ("cpu", self.dtype)
+            and target.dtype == self.dtype
             and target.shape[1] == self.width
             and target.is_contiguous()
         )
@@ -176,7 +176,7 @@ class _Copier:
             self._stream.synchronize()
 
     def _copy(self, block: _Block, turn: int) -> None:
-        if block.is_stored_as_used:
+        if block.is_stored_as_used and not self._is_cuda:
             _read(block.file, block.offset, block.target.view(-1).view(torch.uint8))
             return
         uploaded = self._uploaded[turn]
@@ -186,11 +186,15 @@ class _Copier:
             self._buffers[turn] = self._new_buffer(block.num_bytes)
         stored = self._buffers[turn][: block.num_bytes]
         _read(block.file, block.offset, stored)
-        rows = stored.view(block.dtype).view(-1, block.width).to(self._device, non_blocking=True)
-        if block.quantise is None:
-            block.target.copy_(rows[:, block.columns])
+        rows = stored.view(block.dtype).view(-1, block.width)
+        if block.is_stored_as_used:
+            block.target.copy_(rows, non_blocking=True)
         else:
-            block.quantise(rows[:, block.columns])
+            needed = rows.to(self._device, non_blocking=True)[:, block.columns]
+            if block.quantise is None:
+                block.target.copy_(needed)
+            else:
+                block.quantise(needed)
         if uploaded is not None:
             uploaded.record()
 

@@ -6,6 +6,7 @@ So merged layers and any split over ranks are stored alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -166,7 +167,7 @@ class Fp8Weight(LinearWeight):
             group_size=self._group_size,
             quantises_inputs=rounds,
             input_scale=None if self.input_scales is None else self.input_scales.detach(),
-            has_large_scales=bool(scales.max() >= LARGE_SCALE),
+            has_large_scales=len(scales) > 1 and bool(scales.max() >= LARGE_SCALE),
             suits_block_gemm=rounds and self._form.scales == "block" and suits(values, scales),
         )
 
@@ -182,7 +183,8 @@ class Fp8Weight(LinearWeight):
         return torch.cat(parts)
 
     def _check(self, scales: Tensor, name: str) -> None:
-        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+        least, largest = torch.stack(scales.aminmax()).tolist()  # waits for the device once
+        if not (least >= 0 and largest < math.inf):  # also if one of them is a NaN
             raise ModelError(
                 f"The checkpoint has a {name} of {self._path} that is negative or not finite: quantise the model anew."
             )
