@@ -77,7 +77,8 @@ class WeightPiece:
 
     @property
     def num_elements(self) -> int:
-        return self.target().numel()
+        shape = self.parameter.shape if self.index is None else self.parameter.shape[1:]
+        return math.prod(shape) // shape[self.dim] * self.size
 
     def target(self) -> Tensor:
         """Return the view of the parameter that the range fills, with rows and columns as in the checkpoint."""

@@ -34,7 +34,9 @@ from srt.utils.pipeline_stage import Stage
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes of weights loaded and the bytes in all, both for this rank."""
-Fill = Callable[[Progress], None]
+Prepare = Callable[[WeightPiece], None]
+"""Allocates what a piece fills, unless it was allocated before."""
+Fill = Callable[[torch.device, Progress, Prepare], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,12 @@ class _FillingLoader(ModelLoader):
         has_all = experts.expert_groups == 1 and (stage is None or stage.num_stages == 1)
         whole = built if has_all else build_whole(config, ops)
         pieces, fill = self.prepare(config, Path(folder), built, whole)
-        materialize(built, dtype, device)
-        clear_padding(pieces)
-        fill(progress)
+        memory = ParameterMemory(dtype, device)
+        for piece in incomplete(pieces):
+            memory.allocate(piece.owner)
+            piece.parameter.zero_()
+        fill(device, progress, lambda piece: memory.allocate(piece.owner))
+        memory.allocate_all(built)
         finish(built, dtype, device)
         return built.eval()
 
@@ -130,7 +135,7 @@ class CheckpointLoader(_FillingLoader):
             ignored += [piece.name for piece in whole.weight_pieces(headers)]
         check_checkpoint(folder, config, headers, pieces, ignored)
         stored = [piece for piece in pieces if piece.name in headers]
-        return pieces, lambda progress: copy_weights(headers, stored, stored[0].parameter.device, progress)
+        return pieces, lambda device, progress, prepare: copy_weights(headers, stored, device, progress, prepare)
 
 
 class DummyLoader(_FillingLoader):
@@ -144,7 +149,13 @@ class DummyLoader(_FillingLoader):
     ) -> tuple[list[WeightPiece], Fill]:
         pieces = model.weight_pieces(None)
         stored = [piece for piece in pieces if not piece.is_optional]
-        return pieces, lambda progress: DummyWeights(self._seed).fill(stored, progress)
+
+        def fill(device: torch.device, progress: Progress, prepare: Prepare) -> None:
+            for piece in stored:
+                prepare(piece)
+            DummyWeights(self._seed).fill(stored, progress)
+
+        return pieces, fill
 
 
 def build_ours(config: ModelConfig, tp: TensorParallel, ops: LayerOps, stage: Stage | None) -> CausalLM:
@@ -178,22 +189,42 @@ def get_model_loader(config: LoadConfig) -> ModelLoader:
             return DummyLoader(config.seed)
 
 
-def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate every parameter of a model built on the meta device on `device`, uninitialised, and move its buffers there.
+class ParameterMemory:
+    """Allocates the parameters of a model built on the meta device, uninitialised, each once.
 
     Parameters get `dtype`, but for those of quantised weights and routers that have types of their own. Modules that share a parameter
     still share it afterwards.
     """
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._made: dict[nn.Parameter, nn.Parameter] = {}  # by the one on the meta device, which tells whether it is shared
+        self._done: set[nn.Module] = set()
+
+    def allocate(self, module: nn.Module) -> None:
+        """Allocate the parameters of this module itself, unless that was done."""
+        if module in self._done:
+            return
+        self._done.add(module)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            twin = made.get(id(parameter))
+            twin = self._made.get(parameter)
             if twin is None:
-                own = _dtype_of(module, name, dtype)
-                twin = nn.Parameter(torch.empty(parameter.shape, dtype=own, device=device), requires_grad=False)
-                made[id(parameter)] = twin
+                own = _dtype_of(module, name, self._dtype)
+                twin = nn.Parameter(torch.empty(parameter.shape, dtype=own, device=self._device), requires_grad=False)
+                self._made[parameter] = twin
             setattr(module, name, twin)
-    move_buffers(model, device)
+
+    def allocate_all(self, model: nn.Module) -> None:
+        """Allocate what is left of the model, and move its buffers to the device."""
+        for module in model.modules():
+            self.allocate(module)
+        move_buffers(model, self._device)
+
+
+def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocate every parameter of a model built on the meta device on `device`, uninitialised, and move its buffers there."""
+    ParameterMemory(dtype, device).allocate_all(model)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -231,11 +262,13 @@ def _dtype_of(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
 
 def clear_padding(pieces: list[WeightPiece]) -> None:
     """Zero the parameters that the checkpoint does not fill completely: rows beyond the vocabulary must give finite logits."""
-    filled: dict[int, int] = {}
+    for piece in incomplete(pieces):
+        piece.parameter.zero_()
+
+
+def incomplete(pieces: list[WeightPiece]) -> list[WeightPiece]:
+    """Return those pieces whose parameters the checkpoint perhaps does not fill completely."""
+    filled: dict[nn.Parameter, int] = {}
     for piece in pieces:
-        if piece.is_optional:
-            piece.parameter.zero_()
-        filled[id(piece.parameter)] = filled.get(id(piece.parameter), 0) + piece.num_elements
-    for piece in pieces:
-        if filled[id(piece.parameter)] < piece.parameter.numel():
-            piece.parameter.zero_()
+        filled[piece.parameter] = filled.get(piece.parameter, 0) + (0 if piece.is_optional else piece.num_elements)
+    return [piece for piece in pieces if filled[piece.parameter] < piece.parameter.numel()]

@@ -2,7 +2,8 @@
 
 file ── read ──> a thread's buffer (pinned for a GPU) ── its stream ──> device ── cut, converted ──> parameter
 
-Blocks that are stored as they are used are uploaded into the parameter, and on a CPU read into it.
+Blocks that are stored as they are used are uploaded into the parameter, and on a CPU read into it. Blocks that follow each other in a
+file are read at once. The first are read while parameters of later ones are allocated.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class _Block:
     quantise: Callable[[torch.Tensor], None] | None  # stores the rows, unless they are stored as they are
 
     @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+    @property
     def needed_bytes(self) -> int:
         return self.num_bytes * self.target.shape[1] // self.width
 
@@ -71,38 +76,76 @@ class _Block:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Blocks that follow each other in a file."""
+
+    blocks: list[_Block]
+
+    @property
+    def file(self) -> Path:
+        return self.blocks[0].file
+
+    @property
+    def offset(self) -> int:
+        return self.blocks[0].offset
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks[-1].end - self.offset
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(block.needed_bytes for block in self.blocks)
+
+    def is_followed_by(self, block: _Block) -> bool:
+        """Return whether this block can be read with the span, and be viewed as what it is then."""
+        return (
+            block.file == self.file
+            and block.offset == self.blocks[-1].end
+            and block.end - self.offset <= BLOCK_BYTES
+            and (block.offset - self.offset) % block.dtype.itemsize == 0
+        )
+
+
 def copy_weights(
     headers: Mapping[str, TensorHeader],
     pieces: Sequence[WeightPiece],
     device: torch.device,
     progress: Callable[[int, int], None],
+    prepare: Callable[[WeightPiece], None] = lambda piece: None,
 ) -> None:
-    """Fill the pieces, which are on `device`, and return when all are complete; ModelError for a file that cannot be read."""
-    _in_threads(headers, pieces, progress, lambda: _Copier(device).run)
+    """Fill the pieces on `device`, and return when all are complete; ModelError for a file that cannot be read.
+
+    `prepare` is called for each piece before it is filled, while others are. It may allocate the parameter, but not compute with it.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    _in_threads(headers, pieces, progress, prepare, lambda: _Copier(device, stream).run)
 
 
 def read_weights(
     headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]
 ) -> None:
     """Read what would fill the pieces, and keep nothing of it; ModelError for a file that cannot be read."""
-    _in_threads(headers, pieces, progress, lambda: _read_all)
+    _in_threads(headers, pieces, progress, lambda piece: None, lambda: _read_all)
 
 
 _Report = Callable[[int], None]
+_Spans = queue.SimpleQueue[_Span | None]
+"""Of which each thread takes what it can, until it takes None."""
 
 
 def _in_threads(
     headers: Mapping[str, TensorHeader],
     pieces: Sequence[WeightPiece],
     progress: Callable[[int, int], None],
-    new_work: Callable[[], Callable[[queue.SimpleQueue[_Block], _Report], None]],
+    prepare: Callable[[WeightPiece], None],
+    new_work: Callable[[], Callable[[_Spans, _Report], None]],
 ) -> None:
-    """Divide the pieces into blocks. Each thread does work of its own, which takes blocks until none are left."""
+    """Divide the pieces into spans, which threads take as soon as they are known."""
     total = sum(piece.num_elements * ITEM_BYTES[headers[piece.name].dtype] for piece in pieces)
     progress(0, total)
-    blocks: queue.SimpleQueue[_Block] = queue.SimpleQueue()
-    for block in _in_file_order(headers, pieces):
-        blocks.put(block)
+    spans: _Spans = queue.SimpleQueue()
     done, lock = 0, Lock()
 
     def report(num_bytes: int) -> None:
@@ -111,17 +154,40 @@ def _in_threads(
             done += num_bytes
             progress(done, total)
 
-    num_threads = min(MOST_THREADS, usable_cores(), max(1, blocks.qsize()))
+    num_threads = min(MOST_THREADS, usable_cores(), max(1, -(-total // BLOCK_BYTES)))
     with ThreadPoolExecutor(num_threads) as pool:
-        for finished in [pool.submit(new_work(), blocks, report) for _ in range(num_threads)]:
-            finished.result()
+        threads = [pool.submit(lambda: new_work()(spans, report)) for _ in range(num_threads)]
+        try:
+            for span in _in_spans(_in_file_order(headers, pieces, prepare)):
+                spans.put(span)
+        finally:
+            for _ in threads:
+                spans.put(None)
+        for thread in threads:
+            thread.result()
     progress(total, total)
 
 
-def _in_file_order(headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece]) -> Iterator[_Block]:
+def _in_file_order(
+    headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece], prepare: Callable[[WeightPiece], None]
+) -> Iterator[_Block]:
     for piece in sorted(pieces, key=lambda p: (str(headers[p.name].file), headers[p.name].start)):
+        prepare(piece)
         if piece.size:
             yield from _blocks_of(piece, headers[piece.name])
+
+
+def _in_spans(blocks: Iterator[_Block]) -> Iterator[_Span]:
+    span: _Span | None = None
+    for block in blocks:
+        if span is not None and span.is_followed_by(block):
+            span.blocks.append(block)
+            continue
+        if span is not None:
+            yield span
+        span = _Span([block])
+    if span is not None:
+        yield span
 
 
 def _blocks_of(piece: WeightPiece, header: TensorHeader) -> Iterator[_Block]:
@@ -156,78 +222,85 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader) -> Iterator[_Block]:
 class _Copier:
     """Work of one thread, with two buffers: one is read into while the other is uploaded."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, after: torch.cuda.Stream | None) -> None:
+        """On a GPU, nothing is written before what is under way on the stream `after`."""
         self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._buffers = [self._new_buffer(BLOCK_BYTES) for _ in range(2 if self._is_cuda else 1)]
+        self._is_cuda = after is not None
+        self._buffers = [self._new_buffer(0) for _ in range(2 if self._is_cuda else 1)]
         self._uploaded = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        if self._stream is not None and after is not None:
+            self._stream.wait_stream(after)
 
-    def run(self, blocks: queue.SimpleQueue[_Block], report: _Report) -> None:
-        """Copy blocks until none are left."""
+    def run(self, spans: _Spans, report: _Report) -> None:
+        """Copy spans until none are left."""
         turn = 0
         # Inference mode and the current stream are per thread.
         with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            while (block := _next(blocks)) is not None:
-                self._copy(block, turn)
-                report(block.needed_bytes)
+            while (span := spans.get()) is not None:
+                self._copy(span, turn)
+                report(span.needed_bytes)
                 turn = (turn + 1) % len(self._buffers)
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _copy(self, block: _Block, turn: int) -> None:
-        if block.is_stored_as_used and not self._is_cuda:
-            _read(block.file, block.offset, block.target.view(-1).view(torch.uint8))
-            return
+    def _copy(self, span: _Span, turn: int) -> None:
         uploaded = self._uploaded[turn]
         if uploaded is not None:
             uploaded.synchronize()
-        if block.num_bytes > len(self._buffers[turn]):
-            self._buffers[turn] = self._new_buffer(block.num_bytes)
-        stored = self._buffers[turn][: block.num_bytes]
-        _read(block.file, block.offset, stored)
-        rows = stored.view(block.dtype).view(-1, block.width)
-        if block.is_stored_as_used:
-            block.target.copy_(rows, non_blocking=True)
+        if span.num_bytes > len(self._buffers[turn]):
+            self._buffers[turn] = self._new_buffer(max(span.num_bytes, BLOCK_BYTES))
+        stored = self._buffers[turn][: span.num_bytes]
+        parts = [stored[block.offset - span.offset :][: block.num_bytes] for block in span.blocks]
+        if self._is_cuda:
+            _read(span.file, span.offset, [stored])
         else:
-            needed = rows.to(self._device, non_blocking=True)[:, block.columns]
-            if block.quantise is None:
-                block.target.copy_(needed)
-            else:
-                block.quantise(needed)
+            targets = zip(span.blocks, parts, strict=True)
+            _read(span.file, span.offset, [_bytes_of(b.target) if b.is_stored_as_used else part for b, part in targets])
+        for block, part in zip(span.blocks, parts, strict=True):
+            if self._is_cuda or not block.is_stored_as_used:
+                self._store(block, part.view(block.dtype).view(-1, block.width))
         if uploaded is not None:
             uploaded.record()
+
+    def _store(self, block: _Block, rows: torch.Tensor) -> None:
+        if block.is_stored_as_used:
+            block.target.copy_(rows, non_blocking=True)
+            return
+        needed = rows.to(self._device, non_blocking=True)[:, block.columns]
+        if block.quantise is None:
+            block.target.copy_(needed)
+        else:
+            block.quantise(needed)
 
     def _new_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
 
 
-def _next(blocks: queue.SimpleQueue[_Block]) -> _Block | None:
-    try:
-        return blocks.get_nowait()
-    except queue.Empty:
-        return None
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
-def _read_all(blocks: queue.SimpleQueue[_Block], report: _Report) -> None:
+def _read_all(spans: _Spans, report: _Report) -> None:
     buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
-    while (block := _next(blocks)) is not None:
-        for begin in range(0, block.num_bytes, CHECKED_BYTES):
-            _read(block.file, block.offset + begin, buffer[: block.num_bytes - begin])
-        report(block.needed_bytes)
+    while (span := spans.get()) is not None:
+        for begin in range(0, span.num_bytes, CHECKED_BYTES):
+            _read(span.file, span.offset + begin, [buffer[: span.num_bytes - begin]])
+        report(span.needed_bytes)
 
 
-def _read(file: Path, offset: int, into: torch.Tensor) -> None:
-    """Fill a tensor of bytes from a file; ModelError if it cannot be read or is too short."""
-    left = into.numpy().data
+def _read(file: Path, offset: int, into: Sequence[torch.Tensor]) -> None:
+    """Fill tensors of bytes, one after the other, from a file; ModelError if it cannot be read or is too short."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while left:
-                count = os.preadv(descriptor, [left], offset)
-                if count == 0:
-                    raise ModelError(f"{file} was cut short while it was read.")
-                left, offset = left[count:], offset + count
+            for tensor in into:
+                left = tensor.numpy().data
+                while left:
+                    count = os.preadv(descriptor, [left], offset)
+                    if count == 0:
+                        raise ModelError(f"{file} was cut short while it was read.")
+                    left, offset = left[count:], offset + count
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
-from srt.layers.weights import model_weight_pieces
+from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.model_loader import loader as loader_module
 from srt.model_loader import weight_copy
 from srt.model_loader.kv_scales import KvScales, read_kv_scales
 from srt.model_loader.loader import LoadConfig, Progress, get_model_loader
 from srt.models.causal_lm import CausalLM
+from srt.utils.checkpoint import TensorHeader
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
 from tests.support.checkpoints import CheckpointFactory
@@ -190,7 +193,7 @@ def test_nothing_is_read_or_allocated_for_a_checkpoint_that_does_not_fit(
 ) -> None:
     folder = altered(qwen3_checkpoint, tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     reached: list[str] = []
-    for step in ("materialize", "copy_weights"):
+    for step in ("ParameterMemory", "copy_weights"):
         monkeypatch.setattr(loader_module, step, lambda *_, step=step: reached.append(step))
     assert "model.norm.weight" in refusal(folder)
     assert reached == []
@@ -263,6 +266,85 @@ def test_tensors_of_many_blocks_are_read_whole(checkpoint: CheckpointFactory, mo
     for rank in range(2):
         for name, tensor in load(folder, idle_rank(rank, 2)).state_dict().items():
             assert torch.equal(tensor, whole[rank][name]), name
+
+
+class Three(nn.Module):
+    """Parameters for tensors that follow each other in a file, of which the second does not begin at a multiple of its elements' size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        self.numbers = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+        self.halves = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[Three, dict[str, TensorHeader], list[WeightPiece]]:
+    file = tmp_path / "three"
+    halves = np.arange(4, dtype=np.float16)
+    file.write_bytes(bytes([1, 2, 3]) + np.arange(6, dtype=np.float32).tobytes() + halves.tobytes())
+    headers = {
+        "bytes": TensorHeader("bytes", "U8", (3,), file, 0, 3),
+        "numbers": TensorHeader("numbers", "F32", (2, 3), file, 3, 24),
+        "halves": TensorHeader("halves", "F16", (4,), file, 27, 8),
+    }
+    owner = Three()
+    return owner, headers, [WeightPiece(n, h.shape, owner, n, 0, 0, h.shape[0], 0) for n, h in headers.items()]
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_what_follows_in_a_file_is_read_at_once(
+    is_staged: bool, three: tuple[Three, dict[str, TensorHeader], list[WeightPiece]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the memory would not be aligned. On a GPU all is read into a buffer first."""
+    reads: list[int] = []
+    read = weight_copy._read
+
+    def noted(file: Path, offset: int, into: Sequence[Tensor]) -> None:
+        reads.append(offset)
+        read(file, offset, into)
+
+    monkeypatch.setattr(weight_copy, "_read", noted)
+    if is_staged:
+        monkeypatch.setattr(weight_copy._Block, "is_stored_as_used", False)
+    owner, headers, pieces = three
+    weight_copy.copy_weights(headers, pieces, CPU, lambda done, total: None)
+    assert owner.bytes.tolist() == [1, 2, 3]
+    assert owner.numbers.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert owner.halves.tolist() == [0, 1, 2, 3]
+    assert sorted(reads) == [0, 3]
+
+
+def test_the_first_tensors_are_read_while_memory_for_others_is_allocated(
+    qwen3_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load(qwen3_checkpoint).state_dict()
+    monkeypatch.setattr(weight_copy, "BLOCK_BYTES", 300)
+    has_read, allocate = Event(), loader_module.ParameterMemory.allocate
+    allocated: set[nn.Module] = set()
+
+    def waits(memory: loader_module.ParameterMemory, module: nn.Module) -> None:
+        if len(allocated) == 5:
+            assert has_read.wait(timeout=100)
+        allocated.add(module)
+        allocate(memory, module)
+
+    monkeypatch.setattr(loader_module.ParameterMemory, "allocate", waits)
+    loaded = load(qwen3_checkpoint, progress=lambda done, total: has_read.set() if done else None)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_memory_that_cannot_be_allocated_ends_loading(
+    three: tuple[Three, dict[str, TensorHeader], list[WeightPiece]],
+) -> None:
+    _, headers, pieces = three
+
+    def prepare(piece: WeightPiece) -> None:
+        if piece.name == "halves":
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        weight_copy.copy_weights(headers, pieces, CPU, lambda done, total: None, prepare)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(qwen3_checkpoint: Path, tmp_path: Path) -> None:
