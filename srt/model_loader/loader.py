@@ -18,7 +18,7 @@ from srt.distributed.parallel_state import TensorParallel
 from srt.layers.moe.packed_experts import PackedExperts
 from srt.layers.ops import LayerOps
 from srt.layers.ops_choice import layer_ops
-from srt.layers.quantization.weight import LinearWeight
+from srt.layers.quantization.weight import LinearWeight, are_factors
 from srt.layers.weights import WeightedModule, WeightPiece
 from srt.model_loader.dummy_weights import DummyWeights
 from srt.model_loader.safetensors_weights import check_checkpoint
@@ -199,7 +199,9 @@ class ParameterMemory:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._made: dict[nn.Parameter, nn.Parameter] = {}  # by the one on the meta device, which tells whether it is shared
+        self._made: dict[
+            nn.Parameter, nn.Parameter
+        ] = {}  # by the one on the meta device, which tells whether it is shared
         self._done: set[nn.Module] = set()
 
     def allocate(self, module: nn.Module) -> None:
@@ -235,12 +237,28 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def finish(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Make all weights ready to multiply: those of experts together, and weights before the layers that hold them."""
+    """Make all weights ready to multiply: those of experts together, and weights before the layers that hold them.
+
+    ModelError names a scale that no weight can have.
+    """
+    _check_factors([one for one in module.modules() if isinstance(one, LinearWeight)])
+    _finish(module, dtype, device)
+
+
+def _check_factors(weights: list[LinearWeight]) -> None:
+    """Check what is in all weights at once, because each check waits for the device."""
+    loaded = [factors.reshape(-1) for weight in weights for factors in weight.factors.values()]
+    if loaded and not are_factors(torch.cat(loaded)):
+        for weight in weights:
+            weight.check_factors()
+
+
+def _finish(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     if isinstance(module, LinearWeight | PackedExperts):
         module.finish()
         return
     for child in module.children():
-        finish(child, dtype, device)
+        _finish(child, dtype, device)
     if isinstance(module, WeightedModule):
         module.finish(dtype, device)
 

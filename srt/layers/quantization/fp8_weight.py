@@ -6,8 +6,7 @@ So merged layers and any split over ranks are stored alike.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -111,9 +110,13 @@ class Fp8Weight(LinearWeight):
         start, size = at.start // FP8_BLOCK, -(-at.size // FP8_BLOCK)
         return WeightPiece(name, shape, self, "scales", 1, start, size, 0, is_scale=True)
 
+    @property
+    def factors(self) -> Mapping[str, Tensor]:
+        loaded = {"scale": self.scales.detach()}
+        return loaded if self.input_scales is None else {**loaded, "input_scale": self.input_scales.detach()}
+
     def arrange(self) -> None:
         scales = self.scales.detach()
-        self._check(scales, "scale")
         match self._form.scales:
             case "tensor":
                 parts = [scales[part].expand(count, 1) for part, (_, count) in enumerate(self._rows)]
@@ -122,7 +125,6 @@ class Fp8Weight(LinearWeight):
                 scales = self._by_output(scales)
         self.scales = nn.Parameter(scales.t().contiguous(), requires_grad=False)
         if self.input_scales is not None:
-            self._check(self.input_scales, "input_scale")
             self.input_scales = nn.Parameter(self.input_scales.detach().max().view(1, 1), requires_grad=False)
 
     def choose_product(self) -> None:
@@ -181,13 +183,6 @@ class Fp8Weight(LinearWeight):
             parts.append(rows[offset : offset + count])
             first += num_blocks
         return torch.cat(parts)
-
-    def _check(self, scales: Tensor, name: str) -> None:
-        least, largest = torch.stack(scales.aminmax()).tolist()  # waits for the device once
-        if not (least >= 0 and largest < math.inf):  # also if one of them is a NaN
-            raise ModelError(
-                f"The checkpoint has a {name} of {self._path} that is negative or not finite: quantise the model anew."
-            )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a matrix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from srt.layers.weights import WeightPiece
+from srt.utils.model_error import ModelError
 
 if TYPE_CHECKING:
     from srt.kernels.gemm.packed_matrix import PackedMatrix
@@ -107,6 +109,8 @@ class LinearWeight(nn.Module):
     shape: tuple[int, int]
     own_dtypes: Mapping[str, torch.dtype] = {}
     """Types of the parameters that do not have the model's."""
+    _path: str
+    """Path of the layer in the checkpoint, or of the first one that is merged."""
 
     @property
     def matrix(self) -> Tensor | None:
@@ -151,6 +155,19 @@ class LinearWeight(nn.Module):
     def pieces(self, places: Sequence[Place]) -> Iterator[WeightPiece]:
         """Yield the parts of the checkpoint that fill this weight."""
 
+    @property
+    def factors(self) -> Mapping[str, Tensor]:
+        """Loaded tensors that must be finite and not negative, by the end of their names. Loaders check those of all weights at once."""
+        return {}
+
+    def check_factors(self) -> None:
+        """ModelError names the first tensor of `factors` that has a wrong number. Waits for the device."""
+        for name, factors in self.factors.items():
+            if not are_factors(factors):
+                raise ModelError(
+                    f"The checkpoint has a {name} of {self._path} that is negative or not finite: quantise the model anew."
+                )
+
     def finish(self) -> None:
         """Make the weight ready to multiply. Called once, after loading."""
         self.arrange()
@@ -174,6 +191,12 @@ class LinearWeight(nn.Module):
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x Wᵀ + b."""
+
+
+def are_factors(numbers: Tensor) -> bool:
+    """Return whether all numbers are finite and not negative. Waits for the device once."""
+    least, largest = torch.stack(numbers.aminmax()).tolist()
+    return bool(least >= 0 and largest < math.inf)  # false if one of them is a NaN, too
 
 
 class PlainWeight(LinearWeight):
