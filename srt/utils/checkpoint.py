@@ -48,6 +48,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I
 
 _QUANTISED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "_linear.weight")
 """How the names of the matrices end that --quantization quantises, experts' included."""
+_EXPERTS = re.compile(r"\.(shared_)?experts?\.")
+"""In the names of the weights of experts, and of one that every token takes."""
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 COMPARED_BYTES = 1 << 18  # read at a time: both tensors' parts fit in a core's cache
@@ -169,24 +171,25 @@ def read_headers(folder: str | Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def estimate_weight_bytes(folder: str | Path, dtype: str | None = None, quantises: bool = False) -> int:
+def estimate_weight_bytes(
+    folder: str | Path, dtype: str | None = None, quantises: bool = False, num_groups: int = 1
+) -> int:
     """Return the size of the weights over all ranks: as stored, or with floats converted to `dtype` (float32, bfloat16, float16).
 
-    If --quantization `quantises` them, the matrices of layers take a byte for each element.
+    If --quantization `quantises` them, the matrices of layers take a byte for each element. Groups of ranks that attend for different
+    requests share the experts, and each has all other weights.
     """
     if is_sharded(folder):  # as they will be held
         return sum(h.num_bytes for file in Path(folder).glob("*.safetensors") for h in read_safetensors_headers(file))
     headers = read_headers(folder).values()
-    if dtype is None:
-        return sum(header.num_bytes for header in headers)
     item_bytes = 4 if dtype == "float32" else 2
 
     def size_of(header: TensorHeader) -> int:
-        if header.dtype not in FLOATS:
-            return header.num_bytes  # packed, and not converted
+        if dtype is None or header.dtype not in FLOATS:
+            return header.num_bytes  # as stored; packed ones are not converted
         return header.num_elements * (1 if quantises and header.name.endswith(_QUANTISED) else item_bytes)
 
-    return sum(map(size_of, headers))
+    return sum(size_of(header) * (1 if _EXPERTS.search(header.name) else num_groups) for header in headers)
 
 
 def is_copy(one: TensorHeader, other: TensorHeader) -> bool:

@@ -276,7 +276,8 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     """Raise StartError for weights that do not fit: on a CPU all ranks share the host's memory, else each GPU holds its rank's part."""
     dtype = config.torch_dtype if args.dtype == "auto" else args.dtype
     # This reads the headers, so a broken file is found here on any device.
-    needed = estimate_weight_bytes(folder, dtype, quantises=args.quantization in QUANTIZING)
+    num_groups = args.dp_size if args.enable_dp_attention else 1
+    needed = estimate_weight_bytes(folder, dtype, args.quantization in QUANTIZING, num_groups)
     if not runs_on_cpu(args):
         memory, num_gpus = gpu_memory(args.base_gpu_id), args.tp_size * args.pp_size
         if memory is not None and needed / num_gpus > memory.total:
@@ -289,7 +290,7 @@ def check_memory(folder: Path, config: ModelConfig, args: ServerArgs) -> None:
     if args.use_ray and args.node_rank == 0:
         return  # it computes nothing
     available = available_memory_bytes()
-    num_copies = 1 if args.enable_dp_attention else args.dp_size  # the groups share most of the weights, the experts
+    num_copies = 1 if args.enable_dp_attention else args.dp_size  # groups are counted already
     num_hosts = args.dp_size if args.use_ray else args.nnodes  # that compute
     needed = needed * num_copies // num_hosts
     if needed > available:

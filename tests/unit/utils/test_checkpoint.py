@@ -70,6 +70,16 @@ def test_weight_bytes_follow_from_the_headers(checkpoint: CheckpointFactory) -> 
     assert estimate_weight_bytes(folder, "bfloat16") == 2 * elements
 
 
+def test_weights_but_those_of_experts_count_for_each_attention_group(checkpoint: CheckpointFactory) -> None:
+    folder = checkpoint("qwen2_moe")  # with a shared expert
+    sizes = {name: t.nbytes for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    names = [name for name in sizes if ".mlp.experts." in name or ".mlp.shared_expert." in name]
+    experts = sum(sizes[name] for name in names)
+    assert 0 < len(names) < len(sizes)
+    assert estimate_weight_bytes(folder, num_groups=2) == 2 * sum(sizes.values()) - experts
+    assert estimate_weight_bytes(folder, "bfloat16", num_groups=3) == (3 * sum(sizes.values()) - 2 * experts) // 2
+
+
 def test_files_without_an_index_are_all_read_but_for_the_authors_own(
     checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:

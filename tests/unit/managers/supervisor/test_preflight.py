@@ -28,6 +28,7 @@ from srt.managers.supervisor.preflight import (
 )
 from srt.server_args import ServerArgs
 from srt.utils import checkpoint as checkpoint_files
+from srt.utils.checkpoint import estimate_weight_bytes
 from srt.utils.errors import StartError
 from srt.utils.gpus import GpuMemory
 from srt.utils.host import is_loopback
@@ -243,6 +244,21 @@ def test_weights_larger_than_a_gpu_are_refused_before_anything_starts(
     monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(100_000, 100_000))
     with pytest.raises(StartError, match=r"^The weights take .* GB on each of 1 GPUs as float32, and one has 0\.0 GB"):
         check_and_listen(replace(args_for(qwen3_checkpoint), device="cuda"), http=False)
+
+
+def test_attention_groups_need_room_for_attention_weights_in_each(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("qwen3_moe")
+    whole, twice = (estimate_weight_bytes(folder, "float32", num_groups=groups) for groups in (1, 2))
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(whole // 2 + 1, whole // 2 + 1))
+    args = replace(args_for(folder), device="cuda", tp_size=2)
+    preflight.check_model(args)
+    groups = replace(args, dp_size=2, enable_dp_attention=True)
+    with pytest.raises(StartError, match=r"^The weights take .* GB on each of 2 GPUs as float32"):
+        preflight.check_model(groups)
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: GpuMemory(twice // 2 + 1, twice // 2 + 1))
+    preflight.check_model(groups)
 
 
 def test_a_drafting_model_that_does_not_fit_is_refused(
