@@ -405,7 +405,7 @@ def test_wide_heads_attend_from_the_projection_as_by_one_kernel_after_the_other(
 ) -> None:
     """Launched again and again behind each other: each launch may start before the one before it has ended. `offset` is as in norms."""
     num_heads, head_dim, page_size, num_splits = group * kv_heads, 256, 16, 64
-    assert group != 2 or is_wide(CUDA, torch.bfloat16, torch.bfloat16, head_dim, group, page_size)
+    assert is_wide(CUDA, torch.bfloat16, torch.bfloat16, head_dim, group, page_size)
     pages = torch.randperm(1024, device=CUDA).to(torch.int32).view(1, -1)
     lens, slots = torch.tensor([length], device=CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
     keys, values = (randn(pages.numel() * page_size, kv_heads, head_dim) for _ in range(2))
@@ -421,7 +421,7 @@ def test_wide_heads_attend_from_the_projection_as_by_one_kernel_after_the_other(
     kv, prepared = PagedKV(keys.clone(), values.clone(), pages, page_size), qkv.clone()
     places = new, kv.k_buffer, kv.v_buffer
     prepare_qkv(prepared, num_heads, weights, EPS, cos, sin, *places, is_plus_one=offset == 1)
-    scratch = DecodeScratch.allocate(1, num_heads, kv_heads, num_splits, head_dim, CUDA)
+    scratch = DecodeScratch.allocate(1, num_heads, num_heads, num_splits, head_dim, CUDA)
     q = prepared[:, : num_heads * head_dim].view(1, num_heads, head_dim)
     expected = torch.empty_like(q)
     decode_attention(q, kv, slots, lens, 0.09, expected, DecodeTiles(1), scratch, window)

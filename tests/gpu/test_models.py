@@ -244,9 +244,12 @@ def test_bfloat16_logits_are_near_those_of_float32(
         assert_near(logits_of(runner, prompt, 40, page_size), reference, str(options))
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_one_row_of_wide_heads_has_logits_near_those_of_float32(checkpoint: CheckpointFactory, page_size: int) -> None:
-    folder = checkpoint("qwen3", head_dim=256)
+def test_one_row_of_wide_heads_has_logits_near_those_of_float32(
+    checkpoint: CheckpointFactory, page_size: int, head_dim: int
+) -> None:
+    folder = checkpoint("qwen3", head_dim=head_dim)
     prompt = token_ids(np.random.default_rng(1), 100, 512)
     exact = round_weights(make_runner(folder, page_size, device=CPU, dtype="float32"))
     reference = logits_of(exact, prompt, 40, page_size, decodes=20)

@@ -1,4 +1,4 @@
-"""Decode attention from the packed projection for heads of 256, as a CUDA C++ kernel for Hopper and bfloat16.
+"""Decode attention from the packed projection for heads of 128 and 256, as a CUDA C++ kernel for Hopper and bfloat16.
 
 It does the same as `fused_decode.py`. There the warps of a program exchange intermediate results through shared memory dozens of times,
 which takes longer than reading keys and values. Here each warp attends over positions of its own, and results are exchanged once.
@@ -19,19 +19,49 @@ from srt.kernels.attention.paged_kv import PagedKV, check_heads
 from srt.kernels.build.hopper import CAPABILITY, launch, runs_on, source_of
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
-_HEAD_DIM: Final = 256
-_GROUP: Final = 2  # query heads per KV head; the kernel compiles for 1 and 4 too, which no GPU has run yet
-_WARPS: Final = 4
-_POSITIONS: Final = 8  # of a warp at a time
 _MOST_SPLITS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The division of a group's query heads and of a split's positions."""
+
+    heads: int  # of a program
+    warps: int  # of a program
+    positions: int  # of a warp at a time
+
+
+# By head size and query heads per KV head.
+_DIVISIONS: Final[Mapping[tuple[int, int], Division]] = {
+    (256, 1): Division(1, 4, 8),
+    (256, 2): Division(2, 4, 8),
+    (256, 4): Division(2, 4, 8),
+    (128, 1): Division(1, 8, 8),
+    (128, 2): Division(2, 4, 8),
+    (128, 4): Division(2, 8, 8),
+    (128, 8): Division(2, 8, 8),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WideVariant:
     """The kernel for `group` query heads per KV head."""
 
+    head_dim: int
     group: int
     page_size: int
+    division: Division
+
+    @classmethod
+    def of(cls, head_dim: int, group: int, page_size: int) -> WideVariant | None:
+        """Return the kernel for such heads, or None if it does not support them."""
+        division = _DIVISIONS.get((head_dim, group))
+        return None if division is None else cls(head_dim, group, page_size, division)
+
+    @property
+    def programs_per_kv_head(self) -> int:
+        """Number of programs that share a KV head's positions, each with heads of its own."""
+        return self.group // self.division.heads
 
     @property
     def name(self) -> str:
@@ -43,7 +73,7 @@ class WideVariant:
 
     @property
     def num_threads(self) -> int:
-        return 32 * _WARPS
+        return 32 * self.division.warps
 
     @property
     def cluster(self) -> int:
@@ -57,10 +87,11 @@ class WideVariant:
     def constants(self) -> Mapping[str, int]:
         return {
             "GROUP": self.group,
-            "HEAD_DIM": _HEAD_DIM,
+            "HEADS": self.division.heads,
+            "HEAD_DIM": self.head_dim,
             "PAGE_SIZE": self.page_size,
-            "WARPS": _WARPS,
-            "POSITIONS": _POSITIONS,
+            "WARPS": self.division.warps,
+            "POSITIONS": self.division.positions,
             "MOST_SPLITS": _MOST_SPLITS,
         }
 
@@ -69,15 +100,17 @@ def is_wide(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, group: int, page_size: int
 ) -> bool:
     """Return whether the kernel supports such heads and runs on this device; log a warning if only the latter fails."""
-    if dtype is not torch.bfloat16 or kv_dtype is not torch.bfloat16 or head_dim != _HEAD_DIM or group != _GROUP:
+    variant = WideVariant.of(head_dim, group, page_size)
+    if variant is None or dtype is not torch.bfloat16 or kv_dtype is not torch.bfloat16:
         return False
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
-    return runs_on(device, WideVariant(group, page_size))
+    return runs_on(device, variant)
 
 
-def wide_splits(num_programs: int, num_processors: int) -> int:
+def wide_splits(head_dim: int, group: int, num_pairs: int, num_processors: int) -> int:
     """Return the number of splits for this number of pairs of row and KV head."""
+    num_programs = num_pairs * group // _DIVISIONS[head_dim, group].heads
     return max(1, min(PROGRAMS_PER_PROCESSOR * num_processors // num_programs, _MOST_SPLITS))
 
 
@@ -102,14 +135,16 @@ def wide_decode(
     num_rows, width = qkv.shape
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_heads = width // head_dim - 2 * num_kv_heads
-    variant = WideVariant(num_heads // num_kv_heads, kv.page_size)
+    variant = WideVariant.of(head_dim, num_heads // num_kv_heads, kv.page_size)
+    assert variant is not None, (head_dim, num_heads, num_kv_heads)
+    num_programs = num_kv_heads * variant.programs_per_kv_head
     assert width == (variant.group + 2) * num_kv_heads * head_dim and qkv.is_contiguous(), (qkv.shape, qkv.stride())
-    assert head_dim == _HEAD_DIM and qkv.dtype is kv.k_buffer.dtype is torch.bfloat16, (head_dim, qkv.dtype)
+    assert qkv.dtype is kv.k_buffer.dtype is torch.bfloat16, (qkv.dtype, kv.k_buffer.dtype)
     assert locations.dtype is req_pool_indices.dtype is seq_lens.dtype is torch.int64
     assert kv.page_table.dtype is torch.int32, kv.page_table.dtype
     assert 1 <= num_splits <= _MOST_SPLITS, num_splits
     assert scratch.partial.numel() >= num_rows * num_heads * num_splits * head_dim, scratch.partial.numel()
-    assert scratch.arrived.numel() >= num_rows * num_kv_heads, scratch.arrived.numel()
+    assert scratch.arrived.numel() >= num_rows * num_programs, scratch.arrived.numel()
     check_heads(kv.k_buffer, num_kv_heads, head_dim)
     check_heads(kv.v_buffer, num_kv_heads, head_dim)
     out = torch.empty((num_rows, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -123,5 +158,5 @@ def wide_decode(
         kv.k_buffer.stride(0), kv.v_buffer.stride(0), kv.page_table.stride(0),
     )  # fmt: skip
     with torch.cuda.device(qkv.device):
-        launch(variant, (num_splits, num_kv_heads, num_rows), (), arguments, is_dependent=bool(pdl))
+        launch(variant, (num_splits, num_programs, num_rows), (), arguments, is_dependent=bool(pdl))
     return out

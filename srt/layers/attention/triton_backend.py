@@ -310,13 +310,14 @@ class TritonAttentionBackend(AttentionBackend):
         kv = _paged_kv(layer, batch)
         if len(qkv) > MOST_FUSED_ROWS:
             return None
-        num_programs = len(qkv) * layer.num_kv_heads
-        if self._is_wide and norm_weights is not None:  # without norms no GPU has run it yet
-            attend, num_splits = wide_decode, wide_splits(num_programs, self._num_processors)
+        num_pairs = len(qkv) * layer.num_kv_heads
+        if self._is_wide:
+            attend = wide_decode
+            num_splits = wide_splits(layer.head_dim, self._group, num_pairs, self._num_processors)
         elif is_plus_one or not can_fuse_decode(kv, qkv.dtype):  # with 1 + weight it was not measured
             return None
         else:
-            attend, num_splits = fused_decode, most_splits(num_programs, self._max_context, self._num_processors)
+            attend, num_splits = fused_decode, most_splits(num_pairs, self._max_context, self._num_processors)
         return attend(
             qkv,
             norm_weights,
