@@ -8,7 +8,7 @@ import torch
 
 from srt.kernels.attention.decode_attention import MAX_SPLITS
 from srt.kernels.attention.fused_decode import BLOCK_N as DECODE_BLOCK
-from srt.kernels.attention.fused_decode import fused_decode_kernel
+from srt.kernels.attention.fused_decode import FusedShape, fused_decode_kernel
 from srt.kernels.build.jit import dot_dtype
 from srt.kernels.elementwise.rms_norm import rms_norm_kernel
 from srt.kernels.elementwise.rotary import angles_kernel, prepare_qkv_kernel
@@ -250,6 +250,8 @@ def _prepare_qkv(head_dim: int, kv: torch.dtype) -> KernelBuild:
 
 def _fused_decode(head_dim: int) -> KernelBuild:
     model = ("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "k_ptr", "v_ptr", "out_ptr")
+    group = 5
+    shape = FusedShape.choose(head_dim, group)
     return _build(
         f"fused_decode[head_dim {head_dim}]",
         fused_decode_kernel,
@@ -264,7 +266,7 @@ def _fused_decode(head_dim: int) -> KernelBuild:
         {
             "HAS_NORM": True,
             "IS_PLUS_ONE": head_dim == 256,
-            "GROUP": 5,
+            "GROUP": group,
             "NUM_KV_HEADS": 8,
             "HEAD_DIM": head_dim,
             "PAGE_SIZE": 16,
@@ -272,7 +274,9 @@ def _fused_decode(head_dim: int) -> KernelBuild:
             "BLOCK_G": 16,
             "BLOCK_N": DECODE_BLOCK if head_dim <= 128 else DECODE_BLOCK // 2,
             "BLOCK_S": MAX_SPLITS,
+            "MERGED": shape.merged,
         },
+        num_warps=shape.num_warps,
     )
 
 

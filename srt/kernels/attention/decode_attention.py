@@ -131,10 +131,11 @@ def merge_splits(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    MERGED: tl.constexpr = 32,
 ) -> None:
-    """Merge the splits of all heads of a group, weighting each by its share, some splits at a time."""
+    """Merge the splits of all heads of a group, weighting each by its share: MERGED results of a head and a split at a time."""
     HEADS: tl.constexpr = triton.next_power_of_2(GROUP)
-    SPLITS: tl.constexpr = min(BLOCK_S, max(1, 32 // HEADS))
+    SPLITS: tl.constexpr = min(BLOCK_S, max(1, MERGED // HEADS))
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, BLOCK_S)

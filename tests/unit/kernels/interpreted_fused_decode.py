@@ -22,7 +22,7 @@ LENGTHS = [1, 2, 64, 65, 150, 300]
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize(
     ("group", "num_kv_heads", "head_dim", "page_size", "offset"),
-    [(2, 2, 64, 16, 0), (5, 1, 128, 1, None), (2, 1, 256, 16, 1)],
+    [(2, 2, 64, 16, 0), (5, 1, 128, 1, None), (8, 1, 128, 16, 0), (2, 1, 256, 16, 1)],
 )
 def test_it_is_norm_rotation_storing_and_attention(
     group: int, num_kv_heads: int, head_dim: int, page_size: int, offset: int | None, num_splits: int,
