@@ -17,7 +17,6 @@ from srt.kernels.moe.expert_gemm import (
 )
 from srt.kernels.moe.expert_tiles import count_blocks_kernel, count_pairs_kernel, place_pairs_kernel
 from srt.kernels.moe.few_tokens import (
-    MOST_PAIRS,
     FewTiles,
     pair_gates_kernel,
     route_rows_kernel,
@@ -201,7 +200,7 @@ def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelB
             "HIDDEN": HIDDEN,
             "NUM_EXPERTS": EXPERTS,
             "BLOCK_E": 128,
-            "BLOCK_PAIRS": MOST_PAIRS,
+            "BLOCK_PAIRS": TOP_K,
             "PDL": LATE.value,
             "BLOCK_N": tiles.block_n,
             "BLOCK_K": tiles.block_k,

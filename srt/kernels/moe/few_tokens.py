@@ -262,6 +262,7 @@ def pair_gates_kernel(
             is_weight = is_output[:, None] & (k < HIDDEN)[None, :]
             gates = _with(gates, _stream(rows + k[None, :], is_weight))
             ups = _with(ups, _stream(rows + SIZE * HIDDEN + k[None, :], is_weight))
+        tl.debug_barrier()  # without it the compiler requests some weights only after it has multiplied others
         scales_at = scales_ptr + expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + outputs
         SUMS: tl.constexpr = BLOCK_K if GROUP > HIDDEN else BLOCK_K // GROUP
         gate_sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
@@ -428,8 +429,9 @@ def multiply_few(
         ids if weights.load is None else weights.load, num_tokens * top_k, weights.first, KIND=gate_up.kind,
         GROUP=gate_up.group, HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None,
         LIMIT=weights.limit or 0.0, TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, NUM_OWN=num_own,
-        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_PAIRS=MOST_PAIRS, BLOCK_N=gates.block_n,
-        BLOCK_K=gates.block_k, HOPPER=is_on_hopper, num_warps=gates.num_warps, **pdl_options(LATE.value if pdl else 0),
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_PAIRS=triton.next_power_of_2(num_tokens * top_k),
+        BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, HOPPER=is_on_hopper, num_warps=gates.num_warps,
+        **pdl_options(LATE.value if pdl else 0),
     )  # fmt: skip
     out = torch.empty_like(x)
     token_downs_kernel[(num_tokens, triton.cdiv(hidden, downs.block_n))](
