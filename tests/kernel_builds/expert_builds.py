@@ -117,7 +117,12 @@ def _choices() -> list[KernelBuild]:
 
 def _tables(num_own: int) -> list[KernelBuild]:
     builds = []
-    for kernel in (count_pairs_kernel, count_blocks_kernel, place_pairs_kernel):
+    for kernel, chunk in (
+        (count_pairs_kernel, 128),
+        (count_pairs_kernel, 512),
+        (count_blocks_kernel, 0),
+        (place_pairs_kernel, 0),
+    ):
         types = {name: kind for name, kind in _TABLE.items() if name in kernel.arg_names}
         types |= {name: "i32" for name in ("num_pairs", "num_blocks", "most", "first_own") if name in kernel.arg_names}
         types |= {"load_ptr": "*i64"} if "load_ptr" in kernel.arg_names else {}
@@ -128,14 +133,14 @@ def _tables(num_own: int) -> list[KernelBuild]:
             "BLOCK_E": 128,
             "BLOCK_M": 16,
             "BLOCK": 32,
-            "CHUNK": 128,
+            "CHUNK": chunk,
             "BLOCK_PAIRS": 512,
             "AT_ONCE": 16,
         }
         constants |= _PDL
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        name = kernel.__name__.removesuffix("_kernel")
-        builds.append(KernelBuild(f"{name}[{num_own} experts]", kernel, types, constants, {"num_warps": 8, **_LAUNCH}))
+        name = f"{kernel.__name__.removesuffix('_kernel')}[{num_own} experts{f', {chunk} pairs' if chunk else ''}]"
+        builds.append(KernelBuild(name, kernel, types, constants, {"num_warps": 8, **_LAUNCH}))
     return builds
 
 

@@ -22,7 +22,8 @@ from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_optio
 MOST_COUNTED_PAIRS: Final = 1024
 """With more pairs, they are counted by blocks first, so that each is compared with those of its own block only."""
 _BLOCK: Final = 32
-_CHUNK: Final = 128
+_CHUNK: Final = 128  # pairs that a program compares with its own at a time
+_LONG_CHUNK: Final = 512  # the same, if there are more than fit in a chunk
 _BLOCK_PAIRS: Final = 512  # pairs of a block
 _AT_ONCE: Final = 16  # pairs, or blocks, that a program compares with its own, or adds up, at a time
 
@@ -62,7 +63,8 @@ class ExpertTiles:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
             count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
                 ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most, first,
-                HAS_LOAD=load is not None, CHUNK=_CHUNK, num_warps=8, **sizes, **pdl_options(pdl)
+                HAS_LOAD=load is not None, CHUNK=_CHUNK if num_pairs <= _CHUNK else _LONG_CHUNK, num_warps=8, **sizes,
+                **pdl_options(pdl),
             )  # fmt: skip
         else:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
@@ -172,14 +174,14 @@ def count_pairs_kernel(
         counts = tl.where(experts < NUM_EXPERTS, counts, 0)  # beyond the pairs the number is that of no expert
         starts = tl.cumsum(counts, axis=0) - counts
         place = tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)
-        if HAS_LOAD:
-            if place == 0:
-                add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
         tiles = place * BLOCK + tl.arange(0, BLOCK)
         _write_tiles(
             starts, counts, tiles, experts_ptr, firsts_ptr, ends_ptr, most, first_own, NUM_EXPERTS, NUM_OWN, BLOCK_E,
             BLOCK_M,
         )  # fmt: skip
+        if HAS_LOAD:
+            if place == 0:
+                add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
 
 
 @kernel(one_variant_for=("num_pairs",))

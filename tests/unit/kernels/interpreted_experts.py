@@ -83,7 +83,10 @@ def test_rows_are_normed_before_they_are_routed() -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "most_counted"),
-    [(1, expert_tiles.MOST_COUNTED_PAIRS), (40, expert_tiles.MOST_COUNTED_PAIRS), (40, 0)],
+    [
+        (1, expert_tiles.MOST_COUNTED_PAIRS),
+        *((num, most) for num in (40, 300) for most in (expert_tiles.MOST_COUNTED_PAIRS, 0)),
+    ],
 )
 def test_tiles_hold_every_pair_once_beside_those_of_its_expert(
     num_tokens: int, most_counted: int, monkeypatch: pytest.MonkeyPatch
