@@ -45,8 +45,8 @@ class World:
     def __post_init__(self) -> None:
         assert is_wide(CUDA, BF16, BF16, self.head_dim, self.group, self.page_size)
         processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
-        pairs, heads = self.rows * self.kv_heads, self.group * self.kv_heads
-        self.num_splits = wide_splits(self.head_dim, self.group, pairs, processors)
+        heads = self.group * self.kv_heads
+        self.num_splits = wide_splits(self.head_dim, self.group, self.rows, self.kv_heads, processors)
         self.scratch = DecodeScratch.allocate(self.rows, heads, heads, self.num_splits, self.head_dim, CUDA)
         self.scratch.partial.fill_(float("nan"))
         self.scratch.lse.fill_(float("nan"))
@@ -146,10 +146,14 @@ def test_pages_of_any_size_are_read(page_size: int) -> None:
         world.check(world.attend())
 
 
-def test_rows_of_different_lengths_are_attended_at_once() -> None:
-    world = World(128, 4, 8, rows=3, most_tokens=2048)
-    world.begin([1, 2000, 65])
-    world.check(world.attend())
+@pytest.mark.parametrize(("kv_heads", "window"), [(4, None), (4, 30), (1, None)])
+@pytest.mark.parametrize("lengths", [[700, 1], [1, 2000, 65], [1043, 5, 64, 2047, 1, 700, 1024, 66]], ids=str)
+def test_rows_of_different_lengths_are_attended_at_once(lengths: list[int], kv_heads: int, window: int | None) -> None:
+    world = World(128, 8, kv_heads, rows=len(lengths), most_tokens=2048, window=window)
+    for some in (lengths, lengths[::-1]):
+        world.begin(some)
+        for got in [world.attend() for _ in range(10)]:
+            world.check(got)
 
 
 @pytest.mark.parametrize("shape", [(128, 8, 4), (128, 4, 8)], ids=str)

@@ -41,6 +41,9 @@ _DIVISIONS: Final[Mapping[tuple[int, int], Division]] = {
     (128, 4): Division(2, 8, 8),
     (128, 8): Division(2, 8, 8),
 }
+# For more rows than one. Fewer programs read the same keys and values.
+_DIVISIONS_OF_ROWS: Final[Mapping[tuple[int, int], Division]] = {(128, 8): Division(4, 4, 8)}
+_MOST_ROWS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ class WideVariant:
     division: Division
 
     @classmethod
-    def of(cls, head_dim: int, group: int, page_size: int) -> WideVariant | None:
-        """Return the kernel for such heads, or None if it does not support them."""
-        division = _DIVISIONS.get((head_dim, group))
+    def of(cls, head_dim: int, group: int, page_size: int, num_rows: int = 1) -> WideVariant | None:
+        """Return the kernel for such heads, or None if it does not support them or others are faster for so many rows."""
+        divisions = _DIVISIONS if num_rows <= 1 else _DIVISIONS_OF_ROWS if num_rows <= _MOST_ROWS else {}
+        division = divisions.get((head_dim, group))
         return None if division is None else cls(head_dim, group, page_size, division)
 
     @property
@@ -105,12 +109,16 @@ def is_wide(
         return False
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
-    return runs_on(device, variant)
+    of_rows = WideVariant.of(head_dim, group, page_size, _MOST_ROWS)
+    return runs_on(device, variant) and (of_rows is None or runs_on(device, of_rows))
 
 
-def wide_splits(head_dim: int, group: int, num_pairs: int, num_processors: int) -> int:
-    """Return the number of splits for this number of pairs of row and KV head."""
-    num_programs = num_pairs * group // _DIVISIONS[head_dim, group].heads
+def wide_splits(head_dim: int, group: int, num_rows: int, num_kv_heads: int, num_processors: int) -> int:
+    """Return the number of splits of each row; 0 if other kernels are faster for so many rows."""
+    variant = WideVariant.of(head_dim, group, 1, num_rows)
+    if variant is None:
+        return 0
+    num_programs = num_rows * num_kv_heads * variant.programs_per_kv_head
     return max(1, min(PROGRAMS_PER_PROCESSOR * num_processors // num_programs, _MOST_SPLITS))
 
 
@@ -135,8 +143,8 @@ def wide_decode(
     num_rows, width = qkv.shape
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_heads = width // head_dim - 2 * num_kv_heads
-    variant = WideVariant.of(head_dim, num_heads // num_kv_heads, kv.page_size)
-    assert variant is not None, (head_dim, num_heads, num_kv_heads)
+    variant = WideVariant.of(head_dim, num_heads // num_kv_heads, kv.page_size, num_rows)
+    assert variant is not None, (head_dim, num_heads, num_kv_heads, num_rows)
     num_programs = num_kv_heads * variant.programs_per_kv_head
     assert width == (variant.group + 2) * num_kv_heads * head_dim and qkv.is_contiguous(), (qkv.shape, qkv.stride())
     assert qkv.dtype is kv.k_buffer.dtype is torch.bfloat16, (qkv.dtype, kv.k_buffer.dtype)

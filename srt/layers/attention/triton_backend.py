@@ -73,6 +73,7 @@ class TritonAttentionBackend(AttentionBackend):
         self._even_memory: dict[int | None, EvenShares] = {}  # by window
         self._even: dict[int | None, EvenShares] = {}  # for the current step; empty: it reads in another way
         self._drafts: tuple[TokenRows, int] | None = None  # for the current step
+        self._reads_by_row = False  # whether no row of the current step reads keys that the step stores for another
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         else:
@@ -131,6 +132,7 @@ class TritonAttentionBackend(AttentionBackend):
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
         self._shared, self._even, self._drafts = None, {}, None
+        self._reads_by_row = False
         if batch.num_extend_rows and self._can_stream(batch.num_decode_rows):
             self._find_shares(batch.seq_lens[batch.num_extend_rows :], batch)
 
@@ -141,6 +143,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
         self._shared, self._even, self._drafts = None, {}, None
+        self._reads_by_row = reading is Reading.BY_ROW
         if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch.num_decode_rows)):
             self._find_shares(batch.seq_lens, batch)
         if reading is not Reading.SHARED:
@@ -169,6 +172,7 @@ class TritonAttentionBackend(AttentionBackend):
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
         self._shared, self._even, self._drafts = None, {}, None
+        self._reads_by_row = False
         if self._can_stream(len(rows.decode_lens)) or Reading.EVEN in self._readings:
             self._find_shares(rows.decode_lens, batch)
 
@@ -307,17 +311,19 @@ class TritonAttentionBackend(AttentionBackend):
         batch: ForwardBatch,
         is_plus_one: bool = False,
     ) -> torch.Tensor | None:
-        kv = _paged_kv(layer, batch)
-        if len(qkv) > MOST_FUSED_ROWS:
+        kv, num_rows = _paged_kv(layer, batch), len(qkv)
+        if num_rows > MOST_FUSED_ROWS and not self._reads_by_row:
             return None
-        num_pairs = len(qkv) * layer.num_kv_heads
         if self._is_wide:
             attend = wide_decode
-            num_splits = wide_splits(layer.head_dim, self._group, num_pairs, self._num_processors)
-        elif is_plus_one or not can_fuse_decode(kv, qkv.dtype):  # with 1 + weight it was not measured
-            return None
+            num_splits = wide_splits(layer.head_dim, self._group, num_rows, layer.num_kv_heads, self._num_processors)
+        elif num_rows > MOST_FUSED_ROWS or is_plus_one or not can_fuse_decode(kv, qkv.dtype):
+            return None  # 1 + weight was not measured
         else:
-            attend, num_splits = fused_decode, most_splits(num_pairs, self._max_context, self._num_processors)
+            attend = fused_decode
+            num_splits = most_splits(num_rows * layer.num_kv_heads, self._max_context, self._num_processors)
+        if not num_splits:
+            return None
         return attend(
             qkv,
             norm_weights,

@@ -23,9 +23,10 @@ def test_every_variant_compiles_for_hopper(
     shape: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path))
-    variant = WideVariant.of(*shape)
-    assert variant is not None
-    assert machine_code(variant.source, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    variants = [WideVariant.of(*shape), WideVariant.of(*shape, num_rows=8)]
+    assert variants[0] is not None
+    for variant in filter(None, variants):
+        assert machine_code(variant.source, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
 
 
 def test_groups_that_lanes_cannot_divide_are_not_compiled() -> None:
@@ -54,7 +55,14 @@ def test_what_it_does_not_support_is_left_to_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_splits_fill_the_device_and_fit_in_the_scratch_memory() -> None:
-    assert wide_splits(256, 2, 1, 132) == wide_splits(256, 2, 4, 132) == 64
-    assert wide_splits(128, 8, 4, 132) == wide_splits(128, 4, 8, 132) == 33, "16 programs share the positions"
-    assert wide_splits(256, 2, 16, 132) * 16 <= 4 * 132
-    assert wide_splits(128, 8, 1000, 132) == 1
+    assert wide_splits(256, 2, 1, 1, 132) == wide_splits(256, 2, 1, 4, 132) == 64
+    assert wide_splits(128, 8, 1, 4, 132) == wide_splits(128, 4, 1, 8, 132) == 33, "16 programs share the positions"
+    assert wide_splits(256, 2, 1, 16, 132) * 16 <= 4 * 132
+    assert wide_splits(128, 8, 1, 1000, 132) == 1
+    assert wide_splits(128, 8, 8, 4, 132) == 8, "64 programs share the positions of 8 rows"
+
+
+def test_more_rows_are_left_to_others_where_these_are_faster() -> None:
+    assert all(wide_splits(128, 8, rows, 4, 132) > 0 for rows in range(1, 9))
+    assert wide_splits(128, 8, 9, 4, 132) == 0
+    assert wide_splits(128, 4, 2, 8, 132) == wide_splits(256, 2, 2, 4, 132) == 0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from srt.layers.attention import triton_backend
+from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
 from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
@@ -84,3 +89,27 @@ def test_sinks_take_their_share_of_the_weights(window: int | None) -> None:
     """The rows are long enough for several splits, of which one has the sink."""
     world = make_world(window=window, has_sinks=True)
     assert max(world.step([(1, 130), (2, 3)], []), world.step([(2, 40)], [1]), world.step([], [1, 2])) <= 2e-6
+
+
+def test_rows_are_attended_from_their_projection_only_if_none_reads_what_another_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts are rows of one request: the keys of the first are read by the others. One row reads no others."""
+    backend: Any = TritonAttentionBackend(spec_of(8, 128, 16, torch.bfloat16, None), torch.device("cpu"))
+    backend._is_wide = True
+    pool = SimpleNamespace(max_pages=4, page_size=16)
+    batch: Any = SimpleNamespace(
+        req_to_token_pool=pool, num_extend_rows=0, num_decode_rows=2, req_pool_indices=0, seq_lens=0, locations_of=int
+    )
+    layer: Any = SimpleNamespace(num_heads=8, num_kv_heads=1, head_dim=128, layer_id=0, scale=1.0, window=None)
+    monkeypatch.setattr(triton_backend, "_paged_kv", lambda layer, batch: None)
+    monkeypatch.setattr(triton_backend, "wide_decode", lambda qkv, *rest: qkv)
+
+    def is_attended(num_rows: int) -> bool:
+        qkv = torch.zeros(num_rows, 10 * 128)
+        return backend.decode_packed(qkv, None, 0.0, qkv, qkv, layer, batch) is not None
+
+    backend.begin_decodes(batch, Reading.BY_ROW)
+    assert is_attended(1) and is_attended(2) and is_attended(8) and not is_attended(9)
+    backend.plan_decode(batch)
+    assert is_attended(1) and not is_attended(2)
