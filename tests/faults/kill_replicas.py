@@ -1,6 +1,6 @@
 """Kill processes of a server with two replicas under load, again and again, and count the requests that are lost.
 
-python -m tests.faults.kill_replicas --kills 100 [--seconds 3600] [--model MODEL] [--seed 0]
+python -m tests.faults.kill_replicas --kills 100 [--seconds 3600] [--model MODEL] [--device cpu] [--seed 0]
 
 Each kill (SIGKILL) hits a worker, a scheduler, a frontend or all processes of a replica, drawn by the seed. The next one comes when the
 server is whole again. A request counts as lost if it ends otherwise than it would have undisturbed, unless its connection was that of
@@ -152,9 +152,11 @@ async def run(url: str, server: ServerProcess, num_kills: int, end_s: float, see
     return tally
 
 
-def kill_all(model: str, folder: Path, num_kills: int, seconds: float, seed: int = 0) -> tuple[Tally, int]:
+def kill_all(
+    model: str, folder: Path, num_kills: int, seconds: float, seed: int = 0, device: str = "cpu"
+) -> tuple[Tally, int]:
     """Serve this model in two replicas, and kill what the seed draws. Return what happened and the server's exit code."""
-    words = ["--model-path", model, "--device", "cpu", "--dtype", "float32", "--port", "0", "--dp-size", "2"]
+    words = ["--model-path", model, "--device", device, "--dtype", "float32", "--port", "0", "--dp-size", "2"]
     words += ["--tokenizer-worker-num", "2", "--max-total-tokens", "8192", "--max-replacements", "1000"]
     with ServerProcess("srt.launch_server", words, folder) as server:
         end_s = time.monotonic() + seconds
@@ -168,10 +170,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so long")
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--device", default="cpu", help="cuda: each replica has a GPU")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tally, code = kill_all(given.model, Path(folder), given.kills, given.seconds, given.seed)
+        tally, code = kill_all(given.model, Path(folder), given.kills, given.seconds, given.seed, given.device)
     print(f"{len(tally.kills)} kills: {dict(Counter(what for _, what, _ in tally.kills))}")
     print(f"{sum(tally.ends.values()) + len(tally.losses)} requests: {dict(tally.ends)}, {len(tally.losses)} lost")
     print(
