@@ -31,7 +31,7 @@ def lora_builds() -> list[KernelBuild]:
     builds = []
     for dtype in (torch.bfloat16, torch.float32):
         builds += [_shrink_token(dtype), _expand_token(dtype), _adapted_gemv(dtype)]
-        for block_m in (16, 64):
+        for block_m in (16, 32, 64):
             builds += [_shrink_tile(dtype, block_m), _expand_tile(dtype, block_m)]
     return builds
 
@@ -55,7 +55,8 @@ def _shrink_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
 
 
 def _expand_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
-    constants = {**_OUTPUTS, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": 256 if block_m < 64 else 128, "BLOCK_R": RANK}
+    block_n, blocks = {16: (256, 1), 32: (64, 4), 64: (128, 2)}[block_m]
+    constants = {**_OUTPUTS, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": blocks, "BLOCK_R": RANK}
     constants |= {"DOT": dot_dtype(dtype)}
     return _build(f"expand_tile of {block_m}", expand_tile_kernel, dtype, constants, pdl=int(LATE))
 

@@ -24,6 +24,8 @@ _NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
 """Of the inputs, by rows of a tile."""
 _BLOCK_OUTPUTS: Final = {1: 64, 16: 256, 32: 64, 64: 128}
 """Outputs of a program of `expand`, by rows of a tile; 1: tokens are taken one by one."""
+_BLOCKS_AT_ONCE: Final = {16: 1, 32: 4, 64: 2}
+"""Blocks of outputs that a program of `expand` computes one after the other, by rows of a tile: it adds up the parts of A x once."""
 _MOST_SINGLE_PARTS: Final = 64
 _MOST_PARTS_OF_MORE: Final = 8
 """Parts of the inputs of tokens that are taken one by one; of more than `_FEW_TOKENS` tokens."""
@@ -226,21 +228,22 @@ def expand_tile_kernel(
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (n, t) adds to block n of the outputs of the tokens of tile t."""
+    """Program (n, t) adds to BLOCKS blocks of the outputs of the tokens of tile t, one after the other."""
     let_next_start(PDL)
-    blocks0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    blocks1: tl.constexpr = blocks0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    WIDTH: tl.constexpr = BLOCK_N * BLOCKS
+    blocks0: tl.constexpr = (N0 + WIDTH - 1) // WIDTH
+    blocks1: tl.constexpr = blocks0 + (N1 + WIDTH - 1) // WIDTH
     block, tile = tl.program_id(0), tl.program_id(1)
     of = (block >= blocks0).to(tl.int32) + (block >= blocks1).to(tl.int32)
     begin = tl.where(of == 0, 0, tl.where(of == 1, N0, N0 + N1))
     end_output = tl.where(of == 0, N0, tl.where(of == 1, N0 + N1, N0 + N1 + N2))
     block -= tl.where(of == 0, 0, tl.where(of == 1, blocks0, blocks1))
-    outputs = begin + block * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_output = outputs < end_output
+    begin += block * WIDTH
     first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
@@ -249,20 +252,26 @@ def expand_tile_kernel(
         is_row = rows < end
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
         number = tl.load(numbers_ptr + tile).to(tl.int64)
-        up_at = up_ptr + number * stride_up + outputs[None, :] * RANK
-        sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        ranks = tl.arange(0, BLOCK_R)
+        lows = ()
         for begin_rank in tl.static_range(0, RANK, BLOCK_R):
-            ranks = begin_rank + tl.arange(0, BLOCK_R)
-            up = tl.load(up_at + ranks[:, None], mask=is_output[None, :], other=0.0)
             low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
             for part in tl.static_range(PARTS):
-                low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + of * RANK + ranks[None, :]
+                low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + of * RANK + begin_rank + ranks[None, :]
                 low += tl.load(low_at, mask=is_row[:, None], other=0.0)
-            sums = tl.dot(low.to(DOT), up.to(DOT), sums, input_precision="ieee")
-        y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]
-        inside = is_row[:, None] & is_output[None, :]
-        total = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + sums
-        tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=inside)
+            lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+        for step in tl.static_range(BLOCKS):
+            outputs = begin + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_output = outputs < end_output
+            inside = is_row[:, None] & is_output[None, :]
+            y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]
+            y = tl.load(y_at, mask=inside, other=0.0)
+            up_at = up_ptr + number * stride_up + outputs[None, :] * RANK + ranks[:, None]
+            sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for index in tl.static_range(RANK // BLOCK_R):
+                up = tl.load(up_at + index * BLOCK_R, mask=is_output[None, :], other=0.0)
+                sums = tl.dot(lows[index], up.to(DOT), sums, input_precision="ieee")
+            tl.store(y_at, (y.to(tl.float32) + sums).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel(one_variant_for=("num_parts",))
@@ -364,7 +373,8 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
     n0, n1, n2 = (*stacked.part_sizes, 0, 0)[:3]
     rank, tiles = stacked.rank, tokens.tiles
     block_n = _BLOCK_OUTPUTS[1 if tiles is None else tiles.block_m]
-    blocks = sum(cdiv(size, block_n) for size in (n0, n1, n2))
+    at_once = 1 if tiles is None else _BLOCKS_AT_ONCE[tiles.block_m]
+    blocks = sum(cdiv(size, block_n * at_once) for size in (n0, n1, n2))
     if tiles is None:
         expand_token_kernel[(blocks, num_tokens)](
             low, stacked.up, y, tokens.numbers, num_parts, y.stride(0), stacked.up.stride(0),
@@ -376,7 +386,7 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
         low, stacked.up, y, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, y.stride(0),
         stacked.up.stride(0),
         LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
-        BLOCK_R=min(rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
+        BLOCKS=at_once, BLOCK_R=min(rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
     )  # fmt: skip
 
 

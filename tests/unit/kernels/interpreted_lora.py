@@ -19,7 +19,7 @@ def stacked_of(num_inputs: int, part_sizes: tuple[int, ...], rank: int) -> Stack
 
 @pytest.mark.parametrize(
     ("num_tokens", "rank", "part_sizes"),
-    [(1, 16, (72,)), (5, 32, (70, 33, 17)), (37, 16, (40, 40)), (40, 128, (33,)), (270, 16, (16,))],
+    [(1, 16, (72,)), (5, 32, (70, 33, 17)), (37, 16, (40, 40)), (40, 128, (33,)), (270, 128, (300, 33, 17))],
 )
 def test_each_token_gets_the_product_of_its_own_adapter(
     num_tokens: int, rank: int, part_sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
