@@ -90,6 +90,10 @@ class StepAdapters(ABC):
     def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
         """Return the layer's own product of x, by the operations that it runs on, with the changes of its tokens' adapters."""
 
+    def multiply_gated(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor | None:
+        """Return silu(first half) * second half of what `multiply` returns; None if the caller is to do that."""
+        return None
+
     def changed(self, layer: AdaptedLayer, matrix: Tensor) -> ChangedMatrix | None:
         """Return the layer's matrix with what this step adds to its products, for kernels that do both; None if none can."""
         return None
@@ -170,6 +174,11 @@ class AdaptedWeight(LinearWeight):
         if self._is_bare:
             return self.inner.multiply(x, bias)
         return self._step.multiply(self._layer, x, Affine(self.inner, bias), self._ops)
+
+    def multiply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if self._is_bare:
+            return self.inner.multiply_gated(x, bias)
+        return self._step.multiply_gated(self._layer, x, Affine(self.inner, bias), self._ops)
 
 
 def adapted_layers(model: nn.Module, paths: Collection[str], modules: Collection[str]) -> dict[str, AdaptedLayer]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from srt.kernels.build.cuda_source import checked, cuda
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm.stream_arguments import Added
-from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
+from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, expand_gated, shrink
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
 from srt.layers.ops import Affine, LayerOps
 from srt.layers.quantization.weight import ChangedMatrix
@@ -221,6 +221,13 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         y = ops.linear(x, affine)
         expand(low, stacked, tokens, y)
         return y
+
+    def multiply_gated(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor | None:
+        tokens, stacked = self._tokens_of(layer, x), self._stacked[layer.path]
+        if tokens.tiles is None:
+            return None
+        low = shrink(x, stacked, tokens)
+        return expand_gated(low, stacked, tokens, ops.linear(x, affine))
 
     def changed(self, layer: AdaptedLayer, matrix: Tensor) -> ChangedMatrix | None:
         stacked = self._stacked[layer.path]

@@ -113,6 +113,8 @@ class KernelOps(LayerOps):
         if is_gelu:
             return super().gated_linear(x, affine, is_gelu)
         product = self._gated(x, affine)
+        if product is None:
+            product = affine.weight.multiply_gated(x, affine.bias)
         return self.silu_and_mul(super().linear(x, affine)) if product is None else product
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from srt.kernels.elementwise.silu_and_mul import silu_and_mul
 from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.gemm.stream_gemm import PLAIN, Ending, Heads, StreamGemm, StreamTiles, Weighted
-from srt.kernels.lora.products import AdapterTokens, StackedAdapters, shrink
+from srt.kernels.lora.products import AdapterTokens, StackedAdapters, expand, expand_gated, shrink
 from srt.layers.ops import Rotation, rotate
 from tests.gpu.test_kernels_at_real_sizes import CUDA, EPS, among_others, assert_near, normed, randn
 
@@ -44,6 +45,18 @@ class Layer:
         first, *rest = self._stacked.part_sizes
         low = shrink(x, self._stacked, self._tokens)
         return Added(low, self._stacked.up, self._numbers, (first, first + sum(rest[:1])))
+
+    @property
+    def without_adapter(self) -> Tensor:
+        return self._numbers == ADAPTERS
+
+    def after_linear(self, x: Tensor) -> Tensor:
+        y: Tensor = x @ self.weight.T
+        expand(shrink(x, self._stacked, self._tokens), self._stacked, self._tokens, y)
+        return y
+
+    def activated(self, x: Tensor) -> Tensor:
+        return expand_gated(shrink(x, self._stacked, self._tokens), self._stacked, self._tokens, x @ self.weight.T)
 
     def expected(self, x: Tensor) -> Tensor:
         y: Tensor = x.float() @ self.weight.float().T
@@ -133,3 +146,16 @@ def test_what_adapters_add_is_in_plain_products_of_merged_layers(num_rows: int) 
     layer = Layer(num_rows, 4096, (4096, 1024, 1024))
     tiles = tiles_of(gemm, x, layer, PLAIN)
     assert_near(gemm.multiply(x, layer.weight, tiles, added=layer.added(x)), layer.expected(x))
+
+
+@pytest.mark.parametrize(("num_rows", "rank"), [(40, 16), (300, 16), (1100, 16), (300, 128)])
+def test_tiles_of_prompts_get_what_adapters_add(num_rows: int, rank: int) -> None:
+    """Heads, and gates and ups, which go on to their activation."""
+    x = randn(num_rows, 4096)
+    heads, gate_up = Layer(num_rows, 4096, (4096, 1024, 1024), rank), Layer(num_rows, 4096, (3000, 3000), rank)
+    assert_near(heads.after_linear(x), heads.expected(x))
+    gate, up = gate_up.expected(x).chunk(2, dim=-1)
+    activated = gate_up.activated(x)
+    assert_near(activated, F.silu(gate) * up, 1e-2)
+    plain = silu_and_mul(x @ gate_up.weight.T)
+    assert torch.equal(activated[gate_up.without_adapter], plain[gate_up.without_adapter])

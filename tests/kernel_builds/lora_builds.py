@@ -12,6 +12,7 @@ from srt.kernels.build.pdl import EARLY, LATE
 from srt.kernels.gemm.gemv import GemvTiles
 from srt.kernels.lora.products import (
     adapted_gemv_kernel,
+    expand_gated_kernel,
     expand_tile_kernel,
     expand_token_kernel,
     shrink_tile_kernel,
@@ -32,7 +33,7 @@ def lora_builds() -> list[KernelBuild]:
     for dtype in (torch.bfloat16, torch.float32):
         builds += [_shrink_token(dtype), _expand_token(dtype), _adapted_gemv(dtype)]
         for block_m in (16, 32, 64):
-            builds += [_shrink_tile(dtype, block_m), _expand_tile(dtype, block_m)]
+            builds += [_shrink_tile(dtype, block_m), _expand_tile(dtype, block_m), _expand_gated(dtype, block_m)]
     return builds
 
 
@@ -49,16 +50,24 @@ def _expand_token(dtype: torch.dtype) -> KernelBuild:
 
 
 def _shrink_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
-    constants = {"LOW": LOW, "K": HIDDEN, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_LOW": 64}
+    constants = {"ADAPTERS": ADAPTERS, "LOW": LOW, "K": HIDDEN, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_LOW": 64}
     constants |= {"BLOCK_K": 256 // dtype.itemsize, "DOT": dot_dtype(dtype)}
     return _build(f"shrink_tile of {block_m}", shrink_tile_kernel, dtype, constants, pdl=int(LATE), num_stages=3)
 
 
 def _expand_tile(dtype: torch.dtype, block_m: int) -> KernelBuild:
-    block_n, blocks = {16: (256, 1), 32: (64, 4), 64: (128, 2)}[block_m]
+    block_n, blocks = {16: (256, 1), 32: (64, 2), 64: (64, 2)}[block_m]
     constants = {**_OUTPUTS, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCKS": blocks, "BLOCK_R": RANK}
-    constants |= {"DOT": dot_dtype(dtype)}
+    constants |= {"ADAPTERS": ADAPTERS, "DOT": dot_dtype(dtype)}
     return _build(f"expand_tile of {block_m}", expand_tile_kernel, dtype, constants, pdl=int(LATE))
+
+
+def _expand_gated(dtype: torch.dtype, block_m: int) -> KernelBuild:
+    """The gates and ups of Qwen3-8B."""
+    block_n, blocks = {16: (128, 1), 32: (64, 2), 64: (64, 2)}[block_m]
+    constants = {"ADAPTERS": ADAPTERS, "RANK": RANK, "N": 12288, "PARTS": 8, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    constants |= {"BLOCKS": blocks, "BLOCK_R": RANK, "DOT": dot_dtype(dtype)}
+    return _build(f"expand_gated of {block_m}", expand_gated_kernel, dtype, constants, pdl=int(LATE))
 
 
 def _adapted_gemv(dtype: torch.dtype) -> KernelBuild:

@@ -2,6 +2,7 @@
 
 `shrink` computes A x, and `expand` adds the product of that with B. All adapters' matrices of a layer are stacked, so that a token names
 its own by a number. Few tokens are taken one by one. More are sorted by adapter, and each program takes a tile of tokens of one adapter.
+`expand_gated` goes on to the activation of gates and ups.
 Programs of `shrink` take parts of the inputs; `expand` adds the parts in a fixed order, so the same step gives the same bits every time.
 """
 
@@ -22,9 +23,11 @@ MOST_SINGLE_TOKENS: Final = 32
 """Up to this many tokens are taken one by one."""
 _NUM_PARTS: Final = {16: 8, 32: 8, 64: 2}
 """Of the inputs, by rows of a tile."""
-_BLOCK_OUTPUTS: Final = {1: 64, 16: 256, 32: 64, 64: 128}
+_BLOCK_OUTPUTS: Final = {1: 64, 16: 256, 32: 64, 64: 64}
 """Outputs of a program of `expand`, by rows of a tile; 1: tokens are taken one by one."""
-_BLOCKS_AT_ONCE: Final = {16: 1, 32: 4, 64: 2}
+_GATED_OUTPUTS: Final = {16: 128, 32: 64, 64: 64}
+"""Outputs of a block of `expand_gated`, by rows of a tile."""
+_BLOCKS_AT_ONCE: Final = {16: 1, 32: 2, 64: 2}
 """Blocks of outputs that a program of `expand` computes one after the other, by rows of a tile: it adds up the parts of A x once."""
 _MOST_SINGLE_PARTS: Final = 64
 _MOST_PARTS_OF_MORE: Final = 8
@@ -39,7 +42,7 @@ class AdapterTokens:
 
     numbers: torch.Tensor  # [tokens] i32; the number of adapters stands for none
     tiles: ExpertTiles | None
-    """Tokens sorted by adapter; None if they are taken one by one."""
+    """Tokens sorted by adapter, those without one at the end; None if they are taken one by one."""
     pdl: int = 0
 
     @classmethod
@@ -49,7 +52,7 @@ class AdapterTokens:
         if count <= MOST_SINGLE_TOKENS:
             return cls(numbers, None, pdl)
         block_m = 16 if count <= 256 else 32 if count <= 1024 else 64
-        return cls(numbers, ExpertTiles.sort(numbers[:, None], num_adapters, block_m), pdl)
+        return cls(numbers, ExpertTiles.sort(numbers[:, None], num_adapters + 1, block_m), pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ def shrink_tile_kernel(
     num_rows: int,
     stride_x: int,
     stride_down: int,
+    ADAPTERS: tl.constexpr,
     LOW: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
@@ -187,14 +191,13 @@ def shrink_tile_kernel(
     let_next_start(PDL)
     part, tile = tl.program_id(0), tl.program_id(1)
     lows = tl.program_id(2) * BLOCK_LOW + tl.arange(0, BLOCK_LOW)
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    first, end, number = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile), tl.load(numbers_ptr + tile).to(tl.int64)
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    if first < end:
+    if (first < end) & (number < ADAPTERS):
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
-        number = tl.load(numbers_ptr + tile).to(tl.int64)
         x_at = x_ptr + tokens.to(tl.int64)[:, None] * stride_x
         down_at = down_ptr + number * stride_down + lows[None, :] * K
         sums = tl.zeros((BLOCK_M, BLOCK_LOW), dtype=tl.float32)
@@ -220,6 +223,7 @@ def expand_tile_kernel(
     num_rows: int,
     stride_y: int,
     stride_up: int,
+    ADAPTERS: tl.constexpr,
     LOW: tl.constexpr,
     RANK: tl.constexpr,
     N0: tl.constexpr,
@@ -244,14 +248,13 @@ def expand_tile_kernel(
     end_output = tl.where(of == 0, N0, tl.where(of == 1, N0 + N1, N0 + N1 + N2))
     block -= tl.where(of == 0, 0, tl.where(of == 1, blocks0, blocks1))
     begin += block * WIDTH
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    first, end, number = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile), tl.load(numbers_ptr + tile).to(tl.int64)
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    if first < end:
+    if (first < end) & (number < ADAPTERS):
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
-        number = tl.load(numbers_ptr + tile).to(tl.int64)
         ranks = tl.arange(0, BLOCK_R)
         lows = ()
         for begin_rank in tl.static_range(0, RANK, BLOCK_R):
@@ -260,18 +263,83 @@ def expand_tile_kernel(
                 low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + of * RANK + begin_rank + ranks[None, :]
                 low += tl.load(low_at, mask=is_row[:, None], other=0.0)
             lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
-        for step in tl.static_range(BLOCKS):
+        for step in tl.range(BLOCKS):
             outputs = begin + step * BLOCK_N + tl.arange(0, BLOCK_N)
             is_output = outputs < end_output
             inside = is_row[:, None] & is_output[None, :]
-            y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]
-            y = tl.load(y_at, mask=inside, other=0.0)
             up_at = up_ptr + number * stride_up + outputs[None, :] * RANK + ranks[:, None]
             sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for index in tl.static_range(RANK // BLOCK_R):
                 up = tl.load(up_at + index * BLOCK_R, mask=is_output[None, :], other=0.0)
                 sums = tl.dot(lows[index], up.to(DOT), sums, input_precision="ieee")
-            tl.store(y_at, (y.to(tl.float32) + sums).to(y_ptr.dtype.element_ty), mask=inside)
+            y_at = y_ptr + tokens.to(tl.int64)[:, None] * stride_y + outputs[None, :]
+            total = tl.load(y_at, mask=inside, other=0.0).to(tl.float32) + sums
+            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel(one_variant_for=("num_rows",))
+def expand_gated_kernel(
+    low_ptr: tl.tensor,  # [PARTS, num_rows, 2 * RANK] f32
+    up_ptr: tl.tensor,  # [adapters, 2 * N, RANK]
+    y_ptr: tl.tensor,  # [tokens, 2 * N]: gates, then ups
+    out_ptr: tl.tensor,  # [tokens, N]
+    tokens_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_rows: int,
+    stride_up: int,
+    ADAPTERS: tl.constexpr,
+    RANK: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (n, t) computes BLOCKS blocks of silu(gate) * up for the tokens of tile t, which may be that of no adapter."""
+    PIECES: tl.constexpr = RANK // BLOCK_R
+    let_next_start(PDL)
+    tile = tl.program_id(1)
+    first, end, number = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile), tl.load(numbers_ptr + tile).to(tl.int64)
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    if first < end:
+        rows = first + tl.arange(0, BLOCK_M)
+        is_row = rows < end
+        tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
+        is_adapted = number < ADAPTERS
+        end_adapted, ranks = tl.where(is_adapted, end, 0), tl.arange(0, BLOCK_R)
+        lows = ()  # for the gates, then for the ups
+        for begin_rank in tl.static_range(0, 2 * RANK, BLOCK_R):
+            low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+            for part in tl.static_range(PARTS):
+                low_at = low_ptr + (part * num_rows + tokens)[:, None] * (2 * RANK) + begin_rank + ranks[None, :]
+                low += tl.load(low_at, mask=(rows < end_adapted)[:, None], other=0.0)
+            lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+        for step in tl.range(BLOCKS):
+            outputs = (tl.program_id(0) * BLOCKS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = is_row[:, None] & (outputs < N)[None, :]
+            y_at = y_ptr + tokens.to(tl.int64)[:, None] * (2 * N) + outputs[None, :]
+            gate = tl.load(y_at, mask=inside, other=0.0)
+            up = tl.load(y_at + N, mask=inside, other=0.0)
+            up_at = up_ptr + number * stride_up + outputs[None, :] * RANK + ranks[:, None]
+            is_read = (outputs < tl.where(is_adapted, N, 0))[None, :]
+            to_gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            to_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for index in tl.static_range(PIECES):
+                of_gate = tl.load(up_at + index * BLOCK_R, mask=is_read, other=0.0)
+                of_up = tl.load(up_at + N * RANK + index * BLOCK_R, mask=is_read, other=0.0)
+                to_gate = tl.dot(lows[index], of_gate.to(DOT), to_gate, input_precision="ieee")
+                to_up = tl.dot(lows[PIECES + index], of_up.to(DOT), to_up, input_precision="ieee")
+            # Rounded as they are between two kernels, so that a token's bits do not depend on which kernels its step takes.
+            gates = (gate.to(tl.float32) + to_gate).to(y_ptr.dtype.element_ty).to(tl.float32)
+            ups = (up.to(tl.float32) + to_up).to(y_ptr.dtype.element_ty).to(tl.float32)
+            out_at = out_ptr + tokens.to(tl.int64)[:, None] * N + outputs[None, :]
+            tl.store(out_at, (gates * tl.sigmoid(gates) * ups).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @kernel(one_variant_for=("num_parts",))
@@ -360,7 +428,7 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
     shrink_tile_kernel[(num_parts, num_tiles, low_blocks)](
         x, stacked.down, out, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, x.stride(0),
         stacked.down.stride(0),
-        LOW=low, K=num_inputs, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_LOW=block_low, BLOCK_K=block_k,
+        ADAPTERS=stacked.num_adapters, LOW=low, K=num_inputs, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_LOW=block_low, BLOCK_K=block_k,
         DOT=dot_dtype(x.dtype), num_stages=3, **pdl_options(tokens.pdl)
     )  # fmt: skip
     return out
@@ -385,9 +453,23 @@ def expand(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y
     expand_tile_kernel[(blocks, len(tiles.firsts))](
         low, stacked.up, y, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, y.stride(0),
         stacked.up.stride(0),
-        LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
+        ADAPTERS=stacked.num_adapters, LOW=width, RANK=rank, N0=n0, N1=n1, N2=n2, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
         BLOCKS=at_once, BLOCK_R=min(rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
     )  # fmt: skip
+
+
+def expand_gated(low: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens, y: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up for y [tokens, gates and ups] with the product of B and the result of `shrink` added. Tokens are in tiles."""
+    tiles, (num_parts, num_tokens, _), (size, other) = tokens.tiles, low.shape, stacked.part_sizes
+    assert tiles is not None and size == other and y.is_contiguous(), (stacked.part_sizes, y.stride())
+    block_n, at_once = _GATED_OUTPUTS[tiles.block_m], _BLOCKS_AT_ONCE[tiles.block_m]
+    out = torch.empty((num_tokens, size), dtype=y.dtype, device=y.device)
+    expand_gated_kernel[(cdiv(size, block_n * at_once), len(tiles.firsts))](
+        low, stacked.up, y, out, tiles.pairs, tiles.experts, tiles.firsts, tiles.ends, num_tokens, stacked.up.stride(0),
+        ADAPTERS=stacked.num_adapters, RANK=stacked.rank, N=size, PARTS=num_parts, BLOCK_M=tiles.block_m, BLOCK_N=block_n,
+        BLOCKS=at_once, BLOCK_R=min(stacked.rank, 64), DOT=dot_dtype(y.dtype), **pdl_options(tokens.pdl)
+    )  # fmt: skip
+    return out
 
 
 def adapted_gemv(

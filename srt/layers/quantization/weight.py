@@ -117,6 +117,10 @@ class LinearWeight(nn.Module):
         """The weight as a plain matrix, which any kernel may read; None if it is stored in another form."""
         return None
 
+    def multiply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return silu(first half) * second half of the product on a GPU; None if the caller is to do that with the product."""
+        return None
+
     @property
     def changed(self) -> ChangedMatrix | None:
         """The weight as a plain matrix whose products adapters change in the step that runs; None if they do not."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from srt.kernels.elementwise.silu_and_mul import silu_and_mul
 from srt.kernels.lora import products
-from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, shrink
+from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, expand_gated, shrink
 from tests.support.lora_reference import adapted_reference
 
 NUM_ADAPTERS = 3
@@ -35,6 +36,22 @@ def test_each_token_gets_the_product_of_its_own_adapter(
     expand(shrink(x, stacked, tokens), stacked, tokens, y)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(y[numbers == NUM_ADAPTERS], before[numbers == NUM_ADAPTERS])
+
+
+@pytest.mark.parametrize(("num_tokens", "rank"), [(37, 16), (270, 128)])
+def test_gates_and_ups_get_their_products_before_the_activation(num_tokens: int, rank: int) -> None:
+    torch.manual_seed(rank)
+    stacked = stacked_of(200, (300, 300), rank)
+    x, y = torch.randn(num_tokens, 200), torch.randn(num_tokens, 600)
+    numbers = torch.randint(NUM_ADAPTERS + 1, (num_tokens,)).int()
+    gate, up = adapted_reference(x, stacked, numbers, y).chunk(2, dim=-1)
+    tokens, before = AdapterTokens.sort(numbers, NUM_ADAPTERS), y.clone()
+    got = expand_gated(shrink(x, stacked, tokens), stacked, tokens, y)
+    expected = gate * gate.sigmoid() * up
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert torch.equal(y, before)
+    alone = silu_and_mul(y)
+    assert torch.equal(got[numbers == NUM_ADAPTERS], alone[numbers == NUM_ADAPTERS])
 
 
 @pytest.mark.parametrize("part_sizes", [(72,), (64, 32, 32)])
