@@ -96,6 +96,7 @@ def test_a_worker_of_any_stage_is_replaced(
 @pytest.mark.parametrize(
     "options",
     [
+        ("--tp", "4"),
         ("--pp-size", "4"),
         ("--pp-size", "2", "--tp", "2"),
         ("--pp-size", "2", "--disable-overlap-schedule"),
