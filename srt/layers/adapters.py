@@ -108,6 +108,11 @@ class StepAdapters(ABC):
         """The adapters of decode steps in fixed buffers; None if such steps with adapters run like any other step."""
         return None
 
+    @property
+    def of_prompts(self) -> PromptAdapters | None:
+        """The adapters of steps with prompts in fixed buffers; None if no graph of such steps can have adapters."""
+        return None
+
 
 class DecodeAdapters(ABC):
     """Applies adapters in decode steps whose slots are known on the device only, so that graphs can be captured of them."""
@@ -115,6 +120,27 @@ class DecodeAdapters(ABC):
     @abstractmethod
     def applied_to_slots(self, row_slots: Tensor) -> AbstractContextManager[None]:
         """Inside, layers add the changes of the adapters of these slots, one token each. `row_slots` [rows] int64."""
+
+
+class PromptAdapters(ABC):
+    """Applies adapters in steps whose tokens' adapters are known on the device only, so that graphs can be captured of them."""
+
+    @property
+    @abstractmethod
+    def none(self) -> int:
+        """The number that stands for no adapter."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> Tensor:
+        """The number of each token's adapter in the step that runs, in the order of its tokens, on the device, int32."""
+
+    @abstractmethod
+    def applied_to_tokens(self, numbers: Tensor, output_tokens: Tensor | None) -> AbstractContextManager[None]:
+        """Inside, layers add the changes of the adapters with these numbers, one for each token.
+
+        `output_tokens` are those whose output is needed; None: all.
+        """
 
 
 class AdaptedWeight(LinearWeight):

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from srt.kernels.build.cuda_source import checked, cuda
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, expand_gated, shrink
-from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, StepAdapters
+from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, PromptAdapters, StepAdapters
 from srt.layers.ops import Affine, LayerOps
 from srt.layers.quantization.weight import ChangedMatrix
 from srt.utils.model_error import ModelError
@@ -49,7 +49,7 @@ class _Part(NamedTuple):
     """Outputs in the merged layer."""
 
 
-class DeviceAdapters(StepAdapters, DecodeAdapters):
+class DeviceAdapters(StepAdapters, DecodeAdapters, PromptAdapters):
     """Keeps `num_adapters` adapters of up to `rank` in the device's memory."""
 
     def __init__(
@@ -98,8 +98,21 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         return self
 
     @property
+    def of_prompts(self) -> PromptAdapters:
+        return self
+
+    @property
     def is_applied(self) -> bool:
         return self._tokens is not None
+
+    @property
+    def none(self) -> int:
+        return self._num_adapters
+
+    @property
+    def numbers(self) -> Tensor:
+        assert self._tokens is not None, "no step with adapters runs"
+        return self._tokens.numbers
 
     def hold(self, key: str, matrices: Matrices) -> None:
         """Copy an adapter to the device beside the steps that run, and wait until it is there. ModelError if there is no place."""
@@ -192,7 +205,7 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
             yield
             return
         numbers = self._pinned(np.repeat(of_row, counts)).to(self._device, non_blocking=True)
-        with self._applied_to(numbers, numbers if output_tokens is None else numbers[output_tokens]):
+        with self.applied_to_tokens(numbers, output_tokens):
             yield
 
     def stacked(self, path: str) -> StackedAdapters:
@@ -208,6 +221,9 @@ class DeviceAdapters(StepAdapters, DecodeAdapters):
         numbers = self.numbers_of(row_slots)
         with self._applied_to(numbers, numbers):
             yield
+
+    def applied_to_tokens(self, numbers: Tensor, output_tokens: Tensor | None) -> AbstractContextManager[None]:
+        return self._applied_to(numbers, numbers if output_tokens is None else numbers[output_tokens])
 
     def multiply(self, layer: AdaptedLayer, x: Tensor, affine: Affine, ops: LayerOps) -> Tensor:
         if not len(x):

@@ -218,9 +218,9 @@ class ModelRunner:
 
     def forward_extend(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the hidden states of any step that has rows. Steps with prompt tokens or admissions come here, others if they must."""
-        pieces = self.graphs.pieces
         is_adapted = self._adapters is not None and self._adapters.is_applied
-        if pieces is not None and not is_adapted and pieces.can_run(batch):
+        pieces = self.graphs.adapted_pieces if is_adapted else self.graphs.pieces
+        if pieces is not None and pieces.can_run(batch):
             return pieces.replay(batch)
         self.loaded.attn_backend.init_forward_metadata(batch)
         hidden: torch.Tensor = self.loaded.model(batch.input_ids, batch.positions, batch)

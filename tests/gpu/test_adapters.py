@@ -12,6 +12,8 @@ from srt.layers.attention.base import Reading
 from srt.layers.device_adapters import DeviceAdapters
 from srt.layers.linear import LinearLayer
 from srt.layers.ops import Affine
+from srt.model_executor.forward_batch_info import ForwardBatch
+from srt.model_executor.graphs import piecewise_cuda_graph_runner
 from srt.model_executor.model_runner import ModelRunner
 from srt.protocol.messages import Admission, LogprobSpec, int32_array
 from tests.support.adapter_cases import SPECS, Case, cases_of, load
@@ -35,6 +37,8 @@ def adapted_runner(folder: Path, captures: bool, max_loras: int = 4, quantizatio
         dtype="float32",
         disable_cuda_graph=not captures,
         cuda_graph_bs=(1, 4, 24),
+        max_running_requests=40,  # more than the smallest graph of prompts has tokens
+        piecewise_cuda_graph_max_tokens=192,
         max_lora_rank=8,
         max_loras_per_batch=max_loras,
         quantization=quantization,
@@ -68,6 +72,38 @@ def test_tokens_equal_those_of_the_merged_models(
     for case in cases[:6]:
         run_cases(driver, [case])
     assert Reading.ADAPTED in decodes_of(runner).graphs or not captures
+    assert (runner.graphs.adapted_pieces is not None) == captures
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_prompts_with_adapters_replay_graphs(
+    checkpoint: CheckpointFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_whole: bool,
+) -> None:
+    """Graphs with attention, where the backend has such, and graphs of the pieces between attentions."""
+    if not is_whole:
+        monkeypatch.setattr(piecewise_cuda_graph_runner, "MOST_WHOLE_TOKENS", 0)
+    folder = checkpoint("qwen3", tied=False)
+    cases = cases_of(folder, tmp_path, 4)
+    runner = adapted_runner(folder, True)
+    for name in SPECS:
+        load(runner, tmp_path, name)
+    pieces, sizes = runner.graphs.adapted_pieces, list[int]()
+    assert pieces is not None and "could not be captured" not in caplog.text
+    prepare = pieces.replay_prepare
+
+    def noted(batch: ForwardBatch, size: int) -> None:
+        sizes.append(size)
+        prepare(batch, size)
+
+    monkeypatch.setattr(pieces, "replay_prepare", noted)
+    for chunk in (24, 150):  # up to 32 tokens are taken one by one
+        run_cases(PlanDriver(runner, 16, chunk, share=True), cases)
+        runner.reset()
+    assert min(sizes) <= 64 < max(sizes)
 
 
 def test_an_adapter_that_made_room_comes_back_as_it_was(checkpoint: CheckpointFactory, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Graph = tuple[Reading | str, int] | int
 """A graph's name: for decode steps the reading and the number of rows, for steps with prompts the number of tokens, for those of
-`SizedGraphs` their name and the size."""
+`SizedGraphs`, and for prompts with adapters, their name and the size."""
 
 
 class GraphKernels:

@@ -22,9 +22,17 @@ class PieceInputs:
     """
 
     def __init__(
-        self, tables: ReqToTokenPool, most_tokens: int, device: torch.device, stage_input: torch.Tensor | None = None
+        self,
+        tables: ReqToTokenPool,
+        most_tokens: int,
+        device: torch.device,
+        stage_input: torch.Tensor | None = None,
+        no_adapter: int | None = None,
     ) -> None:
-        """`stage_input` [most_tokens, hidden size] is the memory for what the stage before sends; None if there is none."""
+        """`stage_input` [most_tokens, hidden size] is the memory for what the stage before sends; None if there is none.
+
+        `no_adapter` is the number that stands for no adapter; None if the graphs have no adapters.
+        """
 
         def fill(count: int, value: int = 0) -> torch.Tensor:
             return torch.full((count,), value, dtype=torch.int64, device=device)
@@ -38,6 +46,8 @@ class PieceInputs:
         self._zeros = fill(max(most_tokens, tables.num_slots))
         self._dummies = [fill(most_tokens, one) for one in self._dummy_locations]
         extends, decodes = (min(tables.num_slots, most) for most in (MOST_WHOLE_EXTENDS, MOST_WHOLE_DECODES))
+        self._no_adapters = None if no_adapter is None else fill(most_tokens, no_adapter).int()
+        self.adapters = None if self._no_adapters is None else self._no_adapters.clone()
         self.rows = AnyRows(*(fill(count) for count in (extends, extends, extends, decodes, decodes)))
 
     def rows_of(self, size: int) -> AnyRows:
@@ -64,6 +74,11 @@ class PieceInputs:
         for source, dummies, target in zip(sources, self._dummies, targets, strict=True):
             _lay(source, num_first, dummies, target[:size])
 
+    def populate_adapters(self, numbers: torch.Tensor, size: int, num_first: int) -> None:
+        """Copy the numbers of the tokens' adapters, in the places of the tokens."""
+        assert self.adapters is not None and self._no_adapters is not None, "these graphs have no adapters"
+        _lay(numbers, num_first, self._no_adapters, self.adapters[:size])
+
     def populate_rows(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch's extend rows to the beginning and its decode rows to the end, in the order of their tokens."""
         num_extends, rows = batch.num_extend_rows, self.rows_of(size)
@@ -81,6 +96,8 @@ class PieceInputs:
         for target, dummy in zip((self.out_cache_loc, *self.window_locations), self._dummy_locations, strict=True):
             target[:size].fill_(dummy)
         self.output_tokens.zero_()
+        if self.adapters is not None and self._no_adapters is not None:
+            self.adapters.copy_(self._no_adapters)
         for lens in (self.rows.extend_lens, self.rows.decode_lens):
             lens.zero_()
 

@@ -7,22 +7,27 @@ fewer tokens is padded to one of these sizes.
 The smallest steps are done before the host has launched even their attentions. For these, attention is captured as well, with kernels
 that find the lengths on the device: one launch for the whole step. Its first tokens are prompts, its last are decodes, with padding
 between them.
+
+Steps in which a row has a LoRA adapter have graphs of their own, which read the number of each token's adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from srt.layers.adapters import PromptAdapters
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AnyRows, AttentionBackend, PromptGraphs, Views
 from srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, LayerAttention, PackedDecodes
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Misses, Work, is_far, smallest
+from srt.model_executor.graphs.graph_kernels import Graph
 from srt.model_executor.graphs.piece_inputs import PieceInputs
 from srt.utils.pipeline_stage import Stage
 
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from srt.models.any_model import AnyModel
 
 LAUNCH_S = 0.8e-3  # time to launch a layer kernel by kernel: 0.35e-3 to 1.0e-3 on hosts of an H200
+ADAPTED_LAUNCH_S = 1.6e-3  # the same with LoRA adapters: 57e-3 for 36 layers
 ATTENTION_LAUNCH_S = 0.15e-3  # time to launch a layer in pieces
 MOST_PIECE_TOKENS = 8192  # prompt tokens of a captured step; decodes come on top
 MOST_WHOLE_TOKENS = 1024  # with more tokens, kernels that are planned on the host are faster
@@ -128,9 +134,10 @@ class PiecewiseCudaGraphRunner:
         capture: Capture | None,
         most_whole: int = 0,
         stage: Stage | None = None,
+        adapters: PromptAdapters | None = None,
     ) -> None:
         """`sizes` are numbers of tokens, at least one. Those up to `most_whole` are captured with their attention. Without `capture` they
-        can only be precompiled."""
+        can only be precompiled. With `adapters` the graphs serve steps in which they are applied, without them all other steps."""
         self._sizes = tuple(sorted(sizes))
         self._model = model
         self._hidden_size = hidden_size
@@ -143,14 +150,18 @@ class PiecewiseCudaGraphRunner:
         received = None
         if stage is not None and not stage.is_first:
             received = torch.zeros((self._sizes[-1], hidden_size), dtype=spec.dtype, device=device)
-        self._inputs = PieceInputs(tables, self._sizes[-1], device, received)
+        self._adapters = adapters
+        no_adapter = None if adapters is None else adapters.none
+        self._inputs = PieceInputs(tables, self._sizes[-1], device, received, no_adapter)
         self._most_whole = most_whole
         self._buffers: _Buffers | None = None
         self._pieces: dict[int, _Pieces] = {}
         self._misses = Misses()
 
     @classmethod
-    def of(cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None) -> PiecewiseCudaGraphRunner | None:
+    def of(
+        cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None, adapters: PromptAdapters | None = None
+    ) -> PiecewiseCudaGraphRunner | None:
         """Create the runner for a worker's model and memory; None if the options leave no size, or no size is worth a graph.
 
         Attention groups have none: all would have to pad their prompts to one number of tokens.
@@ -163,7 +174,8 @@ class PiecewiseCudaGraphRunner:
         if most is None:
             chunk = MOST_PIECE_TOKENS if args.prefill_chunk == -1 else args.prefill_chunk
             largest = min(chunk, MOST_PIECE_TOKENS) + state.num_slots
-            most = min(worthwhile_tokens(num_layers, num_weights), largest)
+            launch_s = LAUNCH_S if adapters is None else ADAPTED_LAUNCH_S
+            most = min(worthwhile_tokens(num_layers, num_weights, launch_s), largest)
         if not most:
             return None
         return cls(
@@ -178,7 +190,16 @@ class PiecewiseCudaGraphRunner:
             capture,
             most_whole_tokens(num_layers, num_weights) if loaded.captures_prompts else 0,
             loaded.stage,
+            adapters,
         )
+
+    @classmethod
+    def of_adapted(
+        cls, loaded: LoadedModel, state: DeviceState, capture: Capture | None
+    ) -> PiecewiseCudaGraphRunner | None:
+        """Create the runner of steps in which a row has an adapter; None if the server has no adapters that graphs can read."""
+        adapters = None if loaded.adapters is None else loaded.adapters.step.of_prompts
+        return None if adapters is None else cls.of(loaded, state, capture, adapters)
 
     @property
     def num_left(self) -> int:
@@ -213,9 +234,12 @@ class PiecewiseCudaGraphRunner:
         return self._misses.next_of(self._sizes, self._pieces)
 
     @property
-    def next_graph(self) -> int:
+    def next_graph(self) -> Graph:
         """The name of the graph to capture next, as yielded by `precompile`."""
-        return self.next_size
+        return self._name_of(self.next_size)
+
+    def _name_of(self, size: int) -> Graph:
+        return size if self._adapters is None else ("adapted prompts", size)
 
     @property
     def is_missing_one(self) -> bool:
@@ -256,15 +280,15 @@ class PiecewiseCudaGraphRunner:
 
         return _Pieces(self._capture.pieces(work), breaks[-1].layers)
 
-    def precompile(self) -> Iterator[int]:
-        """Run the work of each size, then yield the size."""
+    def precompile(self) -> Iterator[Graph]:
+        """Run the work of each size, then yield the name of its graph."""
         for size in reversed(self._sizes):
             self._populate_padding(size)
             if self._is_whole(size):
                 self._run_whole(size)
             else:
                 self._run(self._padding_batch(size, _Breaks(self, lambda: None)))
-            yield size
+            yield self._name_of(size)
 
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the hidden states of a batch for which `can_run` holds. The next step overwrites them."""
@@ -294,7 +318,10 @@ class PiecewiseCudaGraphRunner:
 
     def replay_prepare(self, batch: ForwardBatch, size: int) -> None:
         """Copy the batch to where the graphs of this size read, and plan the attentions between pieces."""
-        self._inputs.populate_from_forward_batch(batch, size, self._num_first(batch, size))
+        num_first = self._num_first(batch, size)
+        self._inputs.populate_from_forward_batch(batch, size, num_first)
+        if self._adapters is not None:
+            self._inputs.populate_adapters(self._adapters.numbers, size, num_first)
         if self._is_whole(size):
             self._inputs.populate_rows(batch, size)
         else:
@@ -312,8 +339,16 @@ class PiecewiseCudaGraphRunner:
 
     def _run(self, batch: ForwardBatch) -> None:
         assert self._buffers is not None
-        hidden = self._model(batch.input_ids, batch.positions, batch)
+        with self._applied_adapters(batch):
+            hidden = self._model(batch.input_ids, batch.positions, batch)
         self._buffers.hidden[: len(hidden)].copy_(hidden)
+
+    def _applied_adapters(self, batch: ForwardBatch) -> AbstractContextManager[None]:
+        """Return the context in which a step of padding runs."""
+        numbers = self._inputs.adapters
+        if self._adapters is None or numbers is None:
+            return nullcontext()
+        return self._adapters.applied_to_tokens(numbers[: len(batch.input_ids)], batch.output_tokens)
 
     # ---- For pieces as they are captured
 
@@ -366,9 +401,9 @@ class PiecewiseCudaGraphRunner:
         )
 
 
-def worthwhile_tokens(num_layers: int, num_weights: int) -> int:
+def worthwhile_tokens(num_layers: int, num_weights: int, launch_s: float = LAUNCH_S) -> int:
     """Return the number of tokens above which the device takes longer than the host's launches, so that a graph would only add padding."""
-    return _tokens_done_in(LAUNCH_S * num_layers, num_weights)
+    return _tokens_done_in(launch_s * num_layers, num_weights)
 
 
 def most_whole_tokens(num_layers: int, num_weights: int) -> int:

@@ -33,16 +33,20 @@ class StepGraphs:
         decodes: DecodeRunner | None = None,
         pieces: PiecewiseCudaGraphRunner | None = None,
         kernels: GraphKernels | None = None,
+        adapted_pieces: PiecewiseCudaGraphRunner | None = None,
     ) -> None:
-        """`decodes` runs decode steps, and `pieces` replays steps with prompts. Without them all steps are launched kernel by kernel."""
+        """`decodes` runs decode steps, and `pieces` replays steps with prompts, `adapted_pieces` those in which a row has an adapter.
+        Without them all steps are launched kernel by kernel."""
         self.decodes = decodes
         self.pieces = pieces
+        self.adapted_pieces = adapted_pieces
         self._tp = loaded.tp
         self._pipeline = loaded.pipeline
         self._memory = loaded.memory
         self._device = loaded.device
         self._kernels = kernels or GraphKernels()
-        self._runners: list[GraphRunner] = [runner for runner in (decodes, pieces) if runner is not None]
+        runners = decodes, pieces, adapted_pieces
+        self._runners: list[GraphRunner] = [runner for runner in runners if runner is not None]
         self._num_left = self._count_left()
 
     def add(self, runner: SizedGraphs) -> None:

@@ -24,6 +24,7 @@ GRAPHS_BYTES_PER_CHANNEL = 3_000
 pieces of prompts 0.7 GB."""
 FIRST_USE_BYTES = 64 << 20
 """Kept free for what the measured step does not use: tables of other ways to read the KV memory, and results that are not read yet."""
+ADAPTED_GRAPHS_BYTES = 1 << 29  # kept free for graphs of steps with LoRA adapters, which come on top
 MOST_VERIFIED_TOKENS = 256  # limit of the tokens, drafts included, of a step that verifies drafts on a GPU
 MOST_GRAPH_ROWS = 256  # default limit of rows in a graph: larger steps take longer than their launch
 ADMITTED_TOKENS = (
@@ -114,7 +115,8 @@ def graph_bytes(args: ServerArgs, config: ModelConfig) -> int:
         return 0
     # Rows with adjustments are sampled from a copy of their logits.
     copied_logits = 4 * config.vocab_size * most_graph_rows(args)
-    return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size + copied_logits
+    adapted = ADAPTED_GRAPHS_BYTES if args.serves_adapters else 0
+    return GRAPHS_BYTES + GRAPHS_BYTES_PER_CHANNEL * config.num_layers * config.hidden_size + copied_logits + adapted
 
 
 def admission_bytes(num_slots: int, max_request_tokens: int) -> int:

@@ -167,9 +167,11 @@ def _precompile_graphs(runner: ModelRunner, decodes: DecodeRunner, compilers: Co
         return
     if loaded.device.type == "cuda":
         compilers.compile(compile_fill, partial(compile_fill, loaded.device))  # the first graph needs it
-    pieces = PiecewiseCudaGraphRunner.of(loaded, runner.state, None)
+    runners = [
+        of(loaded, runner.state, None) for of in (PiecewiseCudaGraphRunner.of, PiecewiseCudaGraphRunner.of_adapted)
+    ]
     of_decodes = decodes.precompile() if loaded.attn_backend.decode_graphs is not None else ()
-    of_prompts = () if pieces is None else pieces.precompile()
-    graphs: Iterator[Graph] = chain(runner.graphs.precompile_added(), of_decodes, of_prompts)
+    of_prompts = [pieces.precompile() for pieces in runners if pieces is not None]
+    graphs: Iterator[Graph] = chain(runner.graphs.precompile_added(), of_decodes, *of_prompts)
     for graph in graphs:
         kernels.add(graph, compilers.pop_asked())

@@ -94,9 +94,10 @@ def build_runner(
         if loaded.stage.is_last:
             state.sampler.prepare(decodes.logits)
         pieces = None if capture is None else PiecewiseCudaGraphRunner.of(loaded, state, capture)
+        adapted = None if capture is None else PiecewiseCudaGraphRunner.of_adapted(loaded, state, capture)
     draws_by_row = device.type == "cuda" or capture is not None
     sampler = RowSampler(loaded, state, decodes) if draws_by_row else StepSampler(loaded, state)
-    step_graphs = StepGraphs(loaded, decodes, pieces, kernels)
+    step_graphs = StepGraphs(loaded, decodes, pieces, kernels, adapted)
     if args.speculative_algorithm is not None:
         if draws_by_row:
             with loaded.memory.region("buffers"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from srt.kernels.lora import products
 from srt.layers import device_adapters
@@ -14,6 +17,7 @@ from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.device_adapters import DeviceAdapters, HostCopies
 from srt.lora import adapter_files
+from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_loader import model_adapters
 from srt.utils.model_error import ModelError
 from tests.support import lora_reference
@@ -33,6 +37,16 @@ def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         model_adapters, "_step_adapters", lambda args, layers, *on: DeviceAdapters(layers, 2, 6, 24, *on)
     )
     monkeypatch.setattr(backend_choice, "TorchNativeBackend", PlansAtOnce)
+
+
+def _noted(
+    replay: Callable[[ForwardBatch], Tensor], kind: str, replayed: list[str]
+) -> Callable[[ForwardBatch], Tensor]:
+    def noted(batch: ForwardBatch) -> Tensor:
+        replayed.append(kind)
+        return replay(batch)
+
+    return noted
 
 
 def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
@@ -58,6 +72,38 @@ def test_tokens_equal_those_of_the_merged_models(checkpoint: CheckpointFactory, 
         load(runner, tmp_path, third)
     assert capture.num_replays > num_replays
     assert decodes_of(runner).graphs[Reading.ADAPTED].num_left == 0
+
+
+def test_prompts_with_adapters_replay_graphs_of_their_own(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In chunks beside decodes, with cached prefixes; steps without adapters replay the other graphs.
+
+    More requests may run than the smallest graph has tokens.
+    """
+    folder = checkpoint("qwen3", tied=False)
+    cases, capture = cases_of(folder, tmp_path, 3), Recorder()
+    options: dict[str, Any] = {"cuda_graph_bs": (16,), "piecewise_cuda_graph_max_tokens": 64}
+    options |= {"max_running_requests": 40}
+    monkeypatch.setattr(
+        model_adapters, "_step_adapters", lambda args, layers, *on: DeviceAdapters(layers, 2, 6, 40, *on)
+    )
+    runner = make_runner(folder, 16, enable_lora=True, dtype="float32", capture=capture, **options)
+    runner.graphs.capture_all()
+    names, replayed = tuple(SPECS)[:2], list[str]()
+    for name in names:
+        load(runner, tmp_path, name)
+    for kind, pieces in (("plain", runner.graphs.pieces), ("adapted", runner.graphs.adapted_pieces)):
+        assert pieces is not None and pieces.num_left == 0 and "could not be captured" not in caplog.text
+        monkeypatch.setattr(pieces, "replay", _noted(pieces.replay, kind, replayed))
+    driver = PlanDriver(runner, 16, chunk=40, share=True)
+    for adapters, kinds in (((names[0],), {"adapted"}), (("",), {"plain"}), (("", *names), {"adapted", "plain"})):
+        jobs = [(case.job(), case.expected) for case in cases if case.adapter in adapters]
+        driver.run([job for job, _ in jobs])
+        assert [job.outputs for job, _ in jobs] == [expected for _, expected in jobs]
+        assert replayed and set(replayed) <= kinds
+        replayed.clear()
+    assert any(extends and decodes for extends, decodes in driver.steps), "no step was mixed"
 
 
 def test_a_shortened_model_finds_the_adapters_of_its_last_tokens(checkpoint: CheckpointFactory, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,19 @@ from srt.layers.attention import triton_backend
 from srt.layers.attention.attention_spec import AttentionSpec
 from srt.layers.attention.base import Reading
 from srt.layers.attention.triton_backend import TritonAttentionBackend
+from srt.layers.device_adapters import DeviceAdapters
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_executor.graphs import decode_runner, piece_inputs, piecewise_cuda_graph_runner
 from srt.model_executor.startup.start_runner import start_runner
 from srt.model_executor.step import step_planner
+from srt.model_loader import model_adapters
 from srt.server_args import ServerArgs
 from srt.utils.model_config import ModelConfig
+from tests.support.adapter_cases import SPECS, load
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.oracle import Oracle
 from tests.support.plan_driver import Job, PlanDriver, greedy, token_ids
+from tests.support.random_adapter import write_adapter
 from tests.support.recorder import Recorder
 from tests.support.runners import make_runner
 
@@ -144,8 +149,9 @@ def test_rows_of_uneven_lengths_draw_what_they_draw_when_read_one_by_one(
     assert recorder is None or recorder.num_replays > 0
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
 def test_steps_that_are_captured_whole_draw_the_same_tokens(
-    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_adapted: bool
 ) -> None:
     """Prompts alone and beside decodes; and in pieces, where there are more of them than whole steps have room for."""
     monkeypatch.setattr(piece_inputs, "MOST_WHOLE_EXTENDS", 2)
@@ -154,10 +160,21 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
         "attention_backend": "triton",
         "cuda_graph_bs": (4,),
         "piecewise_cuda_graph_max_tokens": 64,
+        "enable_lora": is_adapted,
     }
+    monkeypatch.setattr(
+        model_adapters, "_step_adapters", lambda args, layers, *on: DeviceAdapters(layers, 2, 16, 5, *on)
+    )
+    folder, adapters = checkpoint("qwen3"), ["", "", ""]
+    if is_adapted:
+        adapters = ["all", "", "some"]
+        for name in ("all", "some"):
+            write_adapter(tmp_path / name, folder, SPECS[name])
 
     def driver(capture: Recorder | None = None) -> PlanDriver:
-        runner = make_runner(checkpoint("qwen3"), 4, capture=capture, max_running_requests=5, **options)
+        runner = make_runner(folder, 4, capture=capture, max_running_requests=5, **options)
+        for name in filter(None, adapters):
+            load(runner, tmp_path, name)
         while capture is not None and runner.graphs.num_left:
             runner.graphs.capture_next()
         return PlanDriver(runner, 4, chunk=24, share=True)
@@ -165,11 +182,13 @@ def test_steps_that_are_captured_whole_draw_the_same_tokens(
     prefix = list(range(3, 13))
     lengths = (30, 2, 3, 10, 1)
     prompts = [prefix * (i % 2) + [30 + 7 * i + j for j in range(length)] for i, length in enumerate(lengths)]
-    expected, found = ([Job(prompt, greedy(3 + i)) for i, prompt in enumerate(prompts)] for _ in range(2))
+    expected, found = (
+        [Job(prompt, greedy(3 + i), adapter=adapters[i % 3]) for i, prompt in enumerate(prompts)] for _ in range(2)
+    )
     driver().run(expected)
     monkeypatch.setattr(triton_backend, "TritonAttentionBackend", Even)
-    whole = driver(Recorder())
-    pieces, steps = whole.runner.graphs.pieces, list[tuple[int, int, int]]()
+    whole, steps = driver(Recorder()), list[tuple[int, int, int]]()
+    pieces = whole.runner.graphs.adapted_pieces if is_adapted else whole.runner.graphs.pieces
     assert pieces is not None
     replay_prepare = pieces.replay_prepare
 
