@@ -259,10 +259,18 @@ class DeviceAdapters(StepAdapters, DecodeAdapters, PromptAdapters):
         return ChangedMatrix(matrix, stacked.rank, stacked.down.shape[1], added)
 
     def _tokens_of(self, layer: AdaptedLayer, x: Tensor) -> AdapterTokens:
-        """Return the adapters of the rows x. Kernels are compiled ahead by models that end with an earlier layer than the last."""
-        assert self._tokens is not None and self._last_tokens is not None, "no step with adapters runs"
-        is_last = layer.is_last or len(x) != len(self._tokens.numbers)
-        return self._last_tokens if is_last else self._tokens
+        """Return the adapters of the rows x: of all tokens, or behind the last attention of those whose output is needed.
+
+        Kernels are compiled ahead by models that end with an earlier layer than the last.
+        """
+        tokens, last = self._tokens, self._last_tokens
+        assert tokens is not None and last is not None, "no step with adapters runs"
+        found = last if layer.is_last or len(x) != len(tokens.numbers) else tokens
+        rows = len(x), len(tokens.numbers), len(last.numbers)
+        assert len(x) == len(found.numbers), (
+            f"{layer.path} got {rows[0]} rows in a step of {rows[1]}, the last {rows[2]}"
+        )
+        return found
 
     @contextmanager
     def _applied_to(self, numbers: Tensor, last_numbers: Tensor) -> Iterator[None]:

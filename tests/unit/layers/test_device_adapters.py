@@ -16,6 +16,7 @@ from srt.layers.adapters import AdaptedLayer
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
 from srt.layers.device_adapters import DeviceAdapters, HostCopies
+from srt.layers.linear import LinearLayer
 from srt.lora import adapter_files
 from srt.model_executor.forward_batch_info import ForwardBatch
 from srt.model_loader import model_adapters
@@ -116,6 +117,24 @@ def test_a_shortened_model_finds_the_adapters_of_its_last_tokens(checkpoint: Che
     with runner.loaded.our_model.shortened(1):
         driver.run([job])
     assert job.outputs
+
+
+def test_rows_of_another_number_than_the_step_has_are_not_multiplied(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """Their adapters are not known: those of other rows would be taken."""
+    runner = make_runner(checkpoint("qwen3", tied=False), 16, enable_lora=True, dtype="float32")
+    assert runner.loaded.adapters is not None
+    step, layers = runner.loaded.adapters.step, dict(runner.loaded.our_model.named_modules())
+    projection = [layer for name, layer in layers.items() if name.endswith("self_attn.o_proj")][-1]
+    assert isinstance(step, DeviceAdapters) and isinstance(projection, LinearLayer)
+    weight, numbers = projection.weight, torch.zeros(6, dtype=torch.int32)
+    x = torch.ones(6, weight.shape[1])
+    with step.applied_to_tokens(numbers, torch.tensor([1, 4])):
+        assert len(weight.multiply(x[:2], None)) == 2
+        for rows in (x, x[:3]):
+            with pytest.raises(AssertionError, match="rows in a step of 6"):
+                weight.multiply(rows, None)
 
 
 def test_adapters_come_back_from_their_copies(
