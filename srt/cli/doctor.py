@@ -27,6 +27,7 @@ from srt.managers.process.heartbeats import HeartbeatReader
 from srt.managers.scheduler import scheduler as scheduler_state
 from srt.managers.supervisor.preflight import check_model, check_surroundings, listen, runs_on_cpu
 from srt.managers.supervisor.run_dir import PREFIX, RunDir, is_in_use
+from srt.managers.supervisor.worker_places import worker_places
 from srt.server_args import ArgumentError, ServerArgs, make_parser, parse_args
 from srt.utils.cache_folders import VARIABLE as CACHE_VARIABLE
 from srt.utils.cache_folders import cache_environment
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.section("This machine", _machine(torch))
     report.section("Environment", _environment())
     report.section("Options", _changed_options(args))
+    report.section("Workers", worker_places(args, runs_on_cpu(args)))
     report.section("Folders", _folders(args))
     report.section("Running servers of this user", _servers(args))
     report.checks(

@@ -10,6 +10,9 @@ import pytest
 
 from srt.cli import doctor
 from srt.cli.doctor import hidden
+from srt.managers.supervisor import preflight
+from srt.managers.supervisor.worker_places import worker_places
+from srt.server_args import ServerArgs
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,17 @@ def test_a_healthy_machine_passes_every_check(capsys: pytest.CaptureFixture[str]
     code, page = examine(capsys)
     assert (code, failed(page)) == (0, {}), page
     assert page.endswith("Every check passed.\n")
-    for title in ("srt", "This machine", "Environment", "Options", "Folders", "Running servers", "Checks", "Last log"):
+    for title in (
+        "srt",
+        "This machine",
+        "Environment",
+        "Options",
+        "Workers",
+        "Folders",
+        "Running servers",
+        "Checks",
+        "Last log",
+    ):
         assert re.search(rf"^{title}", page, re.MULTILINE), title
     assert re.search(r"^  transformers +\d", page, re.MULTILINE)
     assert re.search(r"^  scheduler +(compiled|plain Python)", page, re.MULTILINE)
@@ -140,3 +153,30 @@ def test_packages_that_do_not_fit_are_named(
 def test_the_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--help"]) == 0
     assert "--tensor-parallel-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["--tp", "2"], ["replica 0 GPU 0, 1"]),
+        (["--dp-size", "2", "--base-gpu-id", "1"], ["replica 0 GPU 1", "replica 1 GPU 2"]),
+        (["--pp-size", "2", "--tp", "2"], ["replica 0 stage 0: GPU 2, 3; stage 1: GPU 0, 1"]),
+        (["--tp", "2", "--device", "cpu"], ["replica 0 2 rank(s) on the CPU"]),
+        (
+            ["--model-path", "tiny-moe", "--tp", "4", "--dp-size", "2", "--enable-dp-attention"],
+            ["attention group 0 GPU 0, 1", "attention group 1 GPU 2, 3"],
+        ),
+    ],
+)
+def test_the_gpus_of_all_workers_are_shown(
+    words: list[str], lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", lambda index: None)
+    _, page = examine(capsys, "--device", "cuda", *words)
+    section = page.partition("\nWorkers\n")[2].partition("\n\n")[0]
+    assert [" ".join(line.split()) for line in section.splitlines()] == lines
+
+
+def test_workers_of_another_host_are_left_out() -> None:
+    args = ServerArgs(model_path="m", tp_size=2, dp_size=2, nnodes=2, node_rank=1)
+    assert dict(worker_places(args, False)) == {"replica 1": "GPU 0, 1"}
