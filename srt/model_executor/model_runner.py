@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from srt.kernels.cpu.decode_step import MOST_ROWS
 from srt.layers.attention.base import Reading
 from srt.layers.logits_processor import LogitsProcessorOutput, Logprobs
 from srt.layers.moe.expert_load import ExpertLoads
@@ -195,6 +196,8 @@ class ModelRunner:
             host.rows, plan.rows, state.req_to_token_pool, state.token_to_kv_pool, self.loaded.attn_backend
         )
         info = sampling_info(plan, batch)
+        if self._is_few_tokens(batch, host):
+            return ModelRunnerOutput(info, host, plan, LogitsProcessorOutput(self._logits_of_few(batch, plan), None))
         samplers = self._sampler.padded(plan.sample_tokens)
         if not (len(plan.prompt_logprobs.rows) or self._sampler.reads_all_tokens):
             batch.output_tokens = samplers
@@ -206,6 +209,25 @@ class ModelRunner:
             logits = self._sampler.logits_of(outputs)[: info.num_rows]
         output = LogitsProcessorOutput(logits, self._prompt_logprobs(hidden, batch, host, plan))
         return ModelRunnerOutput(info, host, plan, output)
+
+    def _is_few_tokens(self, batch: ForwardBatch, host: HostStep) -> bool:
+        """Return whether the code that runs decode steps on a CPU is the fastest for this step, and computes all that it needs."""
+        step = None if self._decode_runner is None else self._decode_runner.cpu_step
+        if (
+            step is None
+            or self.graphs.pieces is not None
+            or self._adapters is not None
+            or host.prompt_logprobs.segments
+        ):
+            return False
+        return 0 < batch.num_extend_tokens <= step.few_tokens and len(batch.input_ids) <= MOST_ROWS
+
+    def _logits_of_few(self, batch: ForwardBatch, plan: PlanArrays[torch.Tensor]) -> torch.Tensor | None:
+        """Run such a step. Return the logits of the rows that sample."""
+        assert self._decode_runner is not None and self._decode_runner.cpu_step is not None, "`_is_few_tokens` asks"
+        slots = torch.cat((plan.rows.token_slots, plan.rows.slots[batch.num_extend_rows :]))
+        logits = self._decode_runner.cpu_step.logits_of(batch, slots)
+        return logits[plan.sample_tokens].float() if len(plan.sample_tokens) else None
 
     def forward_decode(self, step: DecodeStep) -> DecodeOutput:
         """Compute the logits of a step in which every row decodes, in fixed buffers; replay a graph if there is one."""

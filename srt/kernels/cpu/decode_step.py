@@ -30,10 +30,15 @@ if TYPE_CHECKING:
     from srt.utils.model_config import ModelConfig
 
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+_SIZES: Final = {kind: dtype.itemsize for dtype, kind in KINDS.items()}
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """What embeddings, norms, keys and values can be."""
 MOST_ROWS: Final = 32
 """Steps of more rows are left to PyTorch."""
+FEW_TOKENS: Final = 8
+"""Tokens of prompts in a step, with more of which PyTorch may be faster."""
+SMALL_BYTES: Final = 32 << 20
+"""Of weights, less than which PyTorch's operations take longer to be called than to read."""
 LANES: Final = 8
 _PAIRED_LANES: Final = 2 * LANES
 """What the number of inputs must be a multiple of if weights are integers."""
@@ -128,6 +133,11 @@ class CpuDecodeStep:
         )
         self._taps = None if pool.features is None else self._tap(pool.features, config.hidden_size)
         self._dtype = pool.dtype
+        self._num_bytes = sum(
+            matrix.num_outputs * matrix.num_inputs * _SIZES[matrix.kind]
+            for layer in layers
+            for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        )
         self.library = library
         self._run = library.srt_run
         self._runner: int | None = library.srt_new_runner(ctypes.byref(self._model), torch.get_num_threads())
@@ -145,6 +155,11 @@ class CpuDecodeStep:
     def new_logits(self, num_rows: int) -> Tensor:
         """Allocate memory for the logits [rows, vocabulary] of a step."""
         return torch.empty((num_rows, self._model.head.num_outputs), dtype=self._dtype)
+
+    @property
+    def few_tokens(self) -> int:
+        """The most tokens of prompts in a step that this code runs in less time than PyTorch's operations."""
+        return MOST_ROWS if self._num_bytes <= SMALL_BYTES else FEW_TOKENS
 
     @property
     def taps(self) -> int | None:
