@@ -13,7 +13,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from srt.utils.model_error import ModelError
 BLOCK_BYTES = 16 << 20
 CHECKED_BYTES = 1 << 20  # fit in a core's cache
 MOST_THREADS = 8
+MOST_OPEN_FILES = 64
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -120,14 +121,49 @@ def copy_weights(
     `prepare` is called for each piece before it is filled, while others are. It may allocate the parameter, but not compute with it.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    _in_threads(headers, pieces, progress, prepare, lambda: _Copier(device, stream).run)
+    _in_threads(headers, pieces, progress, prepare, lambda files: _Copier(device, stream, files).run)
 
 
 def read_weights(
     headers: Mapping[str, TensorHeader], pieces: Sequence[WeightPiece], progress: Callable[[int, int], None]
 ) -> None:
     """Read what would fill the pieces, and keep nothing of it; ModelError for a file that cannot be read."""
-    _in_threads(headers, pieces, progress, lambda piece: None, lambda: _read_all)
+    _in_threads(headers, pieces, progress, lambda piece: None, lambda files: partial(_read_all, files))
+
+
+class _Files:
+    """Files that stay open until all is read, up to a number; what is beyond it is opened for each read."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = Lock()
+
+    def read(self, file: Path, offset: int, into: Sequence[torch.Tensor]) -> None:
+        """Fill tensors of bytes, one after the other, from a file; ModelError if it cannot be read or is too short."""
+        try:
+            with self._opened(file) as descriptor:
+                _fill(descriptor, file, offset, into)
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[int]:
+        with self._lock:
+            kept = self._descriptors.get(file)
+            if kept is None and len(self._descriptors) < MOST_OPEN_FILES:
+                kept = self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        if kept is not None:
+            yield kept
+            return
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
 
 _Report = Callable[[int], None]
@@ -140,7 +176,7 @@ def _in_threads(
     pieces: Sequence[WeightPiece],
     progress: Callable[[int, int], None],
     prepare: Callable[[WeightPiece], None],
-    new_work: Callable[[], Callable[[_Spans, _Report], None]],
+    new_work: Callable[[_Files], Callable[[_Spans, _Report], None]],
 ) -> None:
     """Divide the pieces into spans, which threads take as soon as they are known."""
     total = sum(piece.num_elements * ITEM_BYTES[headers[piece.name].dtype] for piece in pieces)
@@ -155,8 +191,8 @@ def _in_threads(
             progress(done, total)
 
     num_threads = min(MOST_THREADS, usable_cores(), max(1, -(-total // BLOCK_BYTES)))
-    with ThreadPoolExecutor(num_threads) as pool:
-        threads = [pool.submit(lambda: new_work()(spans, report)) for _ in range(num_threads)]
+    with closing(_Files()) as files, ThreadPoolExecutor(num_threads) as pool:
+        threads = [pool.submit(lambda: new_work(files)(spans, report)) for _ in range(num_threads)]
         try:
             for span in _in_spans(_in_file_order(headers, pieces, prepare)):
                 spans.put(span)
@@ -222,9 +258,10 @@ def _blocks_of(piece: WeightPiece, header: TensorHeader) -> Iterator[_Block]:
 class _Copier:
     """Work of one thread, with two buffers: one is read into while the other is uploaded."""
 
-    def __init__(self, device: torch.device, after: torch.cuda.Stream | None) -> None:
+    def __init__(self, device: torch.device, after: torch.cuda.Stream | None, files: _Files) -> None:
         """On a GPU, nothing is written before what is under way on the stream `after`."""
         self._device = device
+        self._files = files
         self._is_cuda = after is not None
         self._buffers = [self._new_buffer(0) for _ in range(2 if self._is_cuda else 1)]
         self._uploaded = [torch.cuda.Event() if self._is_cuda else None for _ in self._buffers]
@@ -253,10 +290,11 @@ class _Copier:
         stored = self._buffers[turn][: span.num_bytes]
         parts = [stored[block.offset - span.offset :][: block.num_bytes] for block in span.blocks]
         if self._is_cuda:
-            _read(span.file, span.offset, [stored])
+            self._files.read(span.file, span.offset, [stored])
         else:
             targets = zip(span.blocks, parts, strict=True)
-            _read(span.file, span.offset, [_bytes_of(b.target) if b.is_stored_as_used else part for b, part in targets])
+            into = [_bytes_of(b.target) if b.is_stored_as_used else part for b, part in targets]
+            self._files.read(span.file, span.offset, into)
         for block, part in zip(span.blocks, parts, strict=True):
             if self._is_cuda or not block.is_stored_as_used:
                 self._store(block, part.view(block.dtype).view(-1, block.width))
@@ -281,27 +319,19 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _read_all(spans: _Spans, report: _Report) -> None:
+def _read_all(files: _Files, spans: _Spans, report: _Report) -> None:
     buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
     while (span := spans.get()) is not None:
         for begin in range(0, span.num_bytes, CHECKED_BYTES):
-            _read(span.file, span.offset + begin, [buffer[: span.num_bytes - begin]])
+            files.read(span.file, span.offset + begin, [buffer[: span.num_bytes - begin]])
         report(span.needed_bytes)
 
 
-def _read(file: Path, offset: int, into: Sequence[torch.Tensor]) -> None:
-    """Fill tensors of bytes, one after the other, from a file; ModelError if it cannot be read or is too short."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for tensor in into:
-                left = tensor.numpy().data
-                while left:
-                    count = os.preadv(descriptor, [left], offset)
-                    if count == 0:
-                        raise ModelError(f"{file} was cut short while it was read.")
-                    left, offset = left[count:], offset + count
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+def _fill(descriptor: int, file: Path, offset: int, into: Sequence[torch.Tensor]) -> None:
+    for tensor in into:
+        left = tensor.numpy().data
+        while left:
+            count = os.preadv(descriptor, [left], offset)
+            if count == 0:
+                raise ModelError(f"{file} was cut short while it was read.")
+            left, offset = left[count:], offset + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -268,6 +269,35 @@ def test_tensors_of_many_blocks_are_read_whole(checkpoint: CheckpointFactory, mo
             assert torch.equal(tensor, whole[rank][name]), name
 
 
+@pytest.mark.parametrize("most_open", [0, 1, 64])
+def test_files_are_closed_when_all_is_read(
+    most_open: int, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there are more than stay open."""
+    folder = checkpoint("qwen3", num_shards=3)
+    opened, closed = [], []
+    open_file, close_file = os.open, os.close
+
+    def noted_open(*arguments: Any) -> int:
+        opened.append(open_file(*arguments))
+        return opened[-1]
+
+    def noted_close(descriptor: int) -> None:
+        closed.append(descriptor)
+        close_file(descriptor)
+
+    whole = load(folder).state_dict()
+    monkeypatch.setattr(weight_copy, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(weight_copy, "MOST_OPEN_FILES", most_open)
+    monkeypatch.setattr(os, "open", noted_open)
+    monkeypatch.setattr(os, "close", noted_close)
+    loaded = load(folder).state_dict()
+    monkeypatch.undo()
+    assert sorted(opened) == sorted(closed)
+    assert len(opened) == 3 if most_open == 64 else len(opened) > 3
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
+
+
 class Three(nn.Module):
     """Parameters for tensors that follow each other in a file, of which the second does not begin at a multiple of its elements' size."""
 
@@ -298,13 +328,13 @@ def test_what_follows_in_a_file_is_read_at_once(
 ) -> None:
     """Unless the memory would not be aligned. On a GPU all is read into a buffer first."""
     reads: list[int] = []
-    read = weight_copy._read
+    read = weight_copy._Files.read
 
-    def noted(file: Path, offset: int, into: Sequence[Tensor]) -> None:
+    def noted(files: weight_copy._Files, file: Path, offset: int, into: Sequence[Tensor]) -> None:
         reads.append(offset)
-        read(file, offset, into)
+        read(files, file, offset, into)
 
-    monkeypatch.setattr(weight_copy, "_read", noted)
+    monkeypatch.setattr(weight_copy._Files, "read", noted)
     if is_staged:
         monkeypatch.setattr(weight_copy._Block, "is_stored_as_used", False)
     owner, headers, pieces = three
