@@ -28,7 +28,7 @@ from srt.utils.model_error import ModelError
 
 BLOCK_BYTES = 16 << 20
 CHECKED_BYTES = 1 << 20  # fit in a core's cache
-MOST_THREADS = 8
+MOST_THREADS = 12
 MOST_OPEN_FILES = 64
 DTYPES = {
     "F64": torch.float64,
