@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from srt.protocol.engine_work import LoadWeights
 from tests.faults.test_replacement import words_for
+from tests.faults.test_update_groups import connected, send, stored
 from tests.faults.test_weight_updates import post, update
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
@@ -83,16 +85,30 @@ class Load:
                 self.answers.append(Answer(prompt, answer.json()["output_ids"], reason, first, int(last)))
 
 
-def check_updates(server: ServerProcess, folders: list[Path], num_updates: int) -> None:
+@contextmanager
+def updating(server: ServerProcess, folders: list[Path], way: str) -> Iterator[Callable[[int], httpx.Response]]:
+    """Yield what brings the weights of a version, which are those of the folders in turns."""
+    if way == "disk":
+        yield lambda number: update(server, folders[number % 2], weight_version=str(number))
+        return
+    group, tensors = connected(server, "many"), [stored(folder) for folder in folders]
+    yield lambda number: send(
+        server, group.broadcast, tensors[number % 2], group_name="many", weight_version=str(number)
+    )
+    assert post(server, "/destroy_weights_update_group", {"group_name": "many"}).status_code == 200
+    group.close()
+
+
+def check_updates(server: ServerProcess, folders: list[Path], num_updates: int, way: str) -> None:
     assert update(server, folders[0], weight_version="0").status_code == 200
-    with Load(server) as load:
+    with updating(server, folders, way) as update_to, Load(server) as load:
         for number in range(1, num_updates + 1):
             begun = len(load.answers)
             while len(load.answers) < begun + 1 and not load.errors:
                 threading.Event().wait(0.001)  # so that each version answers something
             mode = MODES[number % len(MODES)]
             assert post(server, "/pause_generation", {"mode": mode}).status_code == 200
-            done = update(server, folders[number % 2], weight_version=str(number))
+            done = update_to(number)
             assert done.status_code == 200, done.text
             load.version = number
             assert post(server, "/continue_generation", {}).status_code == 200
@@ -183,10 +199,12 @@ def folders(checkpoint: CheckpointFactory) -> list[Path]:
     return [checkpoint("qwen3"), checkpoint("qwen3", seed=1)]
 
 
-def test_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path]) -> None:
-    check_updates(server, folders, 9)
+@pytest.mark.parametrize("way", ["disk", "group"])
+def test_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path], way: str) -> None:
+    check_updates(server, folders, 9, way)
 
 
 @pytest.mark.full
-def test_100_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path]) -> None:
-    check_updates(server, folders, 100)
+@pytest.mark.parametrize("way", ["disk", "group"])
+def test_100_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path], way: str) -> None:
+    check_updates(server, folders, 100, way)
