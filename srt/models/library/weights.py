@@ -20,6 +20,10 @@ from srt.utils.model_error import ModelError
 class NumberPiece(WeightPiece):
     """A tensor without dimensions."""
 
+    @property
+    def num_elements(self) -> int:
+        return 1
+
     def target(self) -> Tensor:
         return self.parameter.detach().view(1)
 

@@ -208,6 +208,15 @@ def test_what_the_library_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     assert set(types.values()) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("model_type", ["apertus", "qwen2_moe"])
+def test_pieces_count_the_elements_that_they_fill(tmp_path: Path, model_type: str) -> None:
+    """Numbers without dimensions, and matrices of a stack among them."""
+    pieces = build(tmp_path / model_type, model_type).weight_pieces(None)
+    assert any(not piece.parameter.ndim or piece.index is not None for piece in pieces)
+    for piece in pieces:
+        assert piece.num_elements == piece.target().numel(), piece.name
+
+
 def test_a_head_that_differs_from_its_tied_embedding_is_refused(tmp_path: Path) -> None:
     write_library_checkpoint(tmp_path, "helium")
     config = (tmp_path / "config.json").read_text()
