@@ -129,10 +129,14 @@ class TritonAttentionBackend(AttentionBackend):
     def plan_extend(self, batch: ForwardBatch) -> None:
         self._max_extend_len = int(batch.extend_seq_lens_cpu.max())
 
+    def _begin_step(self, reads_by_row: bool = False) -> None:
+        """Forget how the step before read its keys and values."""
+        self._shared, self._even, self._drafts = None, {}, None
+        self._reads_by_row = reads_by_row
+
     def plan_decode(self, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared, self._even, self._drafts = None, {}, None
-        self._reads_by_row = False
+        self._begin_step()
         if batch.num_extend_rows and self._can_stream(batch.num_decode_rows):
             self._find_shares(batch.seq_lens[batch.num_extend_rows :], batch)
 
@@ -142,8 +146,7 @@ class TritonAttentionBackend(AttentionBackend):
         return reading in self._readings
 
     def begin_decodes(self, batch: ForwardBatch, reading: Reading) -> None:
-        self._shared, self._even, self._drafts = None, {}, None
-        self._reads_by_row = reading is Reading.BY_ROW
+        self._begin_step(reads_by_row=reading is Reading.BY_ROW)
         if reading is Reading.EVEN or (reading is Reading.BY_ROW and self._can_stream(batch.num_decode_rows)):
             self._find_shares(batch.seq_lens, batch)
         if reading is not Reading.SHARED:
@@ -171,8 +174,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     def begin_any(self, rows: AnyRows, batch: ForwardBatch) -> None:
         self._max_context = batch.req_to_token_pool.max_pages * batch.req_to_token_pool.page_size
-        self._shared, self._even, self._drafts = None, {}, None
-        self._reads_by_row = False
+        self._begin_step()
         if self._can_stream(len(rows.decode_lens)) or Reading.EVEN in self._readings:
             self._find_shares(rows.decode_lens, batch)
 
