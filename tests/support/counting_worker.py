@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import time
 from functools import partial
 from typing import Final
 
 import torch
 
 from srt.layers.attention import backend_choice
-from srt.managers.process.child import Child, run_child
-from srt.managers.process.child_process import MODULES
+from srt.managers.process.child import Child
 from srt.managers.tp_worker import process as tp_worker
 from srt.model_executor.graphs.cuda_graph_runner import CudaGraphRunner
 from srt.model_executor.startup import start_runner
+from tests.support.other_workers import run_or_launch
 from tests.support.recorder import PlansAtOnce, Recorder
 
 FAILING_RANK: Final = "FAILING_RANK"
@@ -68,16 +66,5 @@ def work(child: Child) -> None:
     tp_worker.main(child)
 
 
-def launch(words: list[str]) -> int:
-    from srt.launch_server import serve
-    from srt.managers.supervisor.preflight import check_and_listen
-    from srt.server_args import parse_args
-
-    plan = check_and_listen(parse_args(words), http=True)
-    return serve(plan, time.monotonic(), None, {**MODULES, "worker": "tests.support.counting_worker"})
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["launch"]:
-        sys.exit(launch(sys.argv[2:]))
-    run_child(work)
+    run_or_launch("tests.support.counting_worker", work)

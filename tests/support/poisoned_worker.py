@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from typing import Any
 
-from srt.managers.process.child import Child, run_child
-from srt.managers.process.child_process import MODULES
+from srt.managers.process.child import Child
 from srt.managers.tp_worker import process as tp_worker
 from srt.protocol.messages import PlanSection
+from tests.support.other_workers import run_or_launch
 
 POISON = 666
 
@@ -48,16 +46,5 @@ def work(child: Child) -> None:
     tp_worker.main(child)
 
 
-def launch(words: list[str]) -> int:
-    from srt.launch_server import serve
-    from srt.managers.supervisor.preflight import check_and_listen
-    from srt.server_args import parse_args
-
-    plan = check_and_listen(parse_args(words), http=True)
-    return serve(plan, time.monotonic(), None, {**MODULES, "worker": "tests.support.poisoned_worker"})
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["launch"]:
-        sys.exit(launch(sys.argv[2:]))
-    run_child(work)
+    run_or_launch("tests.support.poisoned_worker", work)
