@@ -45,7 +45,7 @@ TEXTS = ("Once upon a time there was", "The project is", "Explain how the prefix
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, and sampling parameters other than greedy ones."""
+    """A text to go on from, and the sampling parameters that differ from those of greedy answers."""
 
     text: str
     sampling: dict[str, Any] = field(default_factory=dict)

@@ -57,7 +57,7 @@ class WideVariant:
 
     @classmethod
     def of(cls, head_dim: int, group: int, page_size: int, num_rows: int = 1) -> WideVariant | None:
-        """Return the kernel for such heads, or None if it does not support them or others are faster for so many rows."""
+        """Return the variant for these heads; None if the kernel does not support them, or another is faster with this number of rows."""
         divisions = _DIVISIONS if num_rows <= 1 else _DIVISIONS_OF_ROWS if num_rows <= _MOST_ROWS else {}
         division = divisions.get((head_dim, group))
         return None if division is None else cls(head_dim, group, page_size, division)
@@ -114,7 +114,7 @@ def is_wide(
 
 
 def wide_splits(head_dim: int, group: int, num_rows: int, num_kv_heads: int, num_processors: int) -> int:
-    """Return the number of splits of each row; 0 if other kernels are faster for so many rows."""
+    """Return the number of splits of each row; 0 if another kernel is faster with this number of rows."""
     variant = WideVariant.of(head_dim, group, 1, num_rows)
     if variant is None:
         return 0

@@ -36,9 +36,9 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 MOST_ROWS: Final = 32
 """Steps of more rows are left to PyTorch."""
 FEW_TOKENS: Final = 8
-"""Tokens of prompts in a step, with more of which PyTorch may be faster."""
+"""The most prompt tokens of a step that this code computes for a model that is not small: with more, PyTorch may be faster."""
 SMALL_BYTES: Final = 32 << 20
-"""Of weights, less than which PyTorch's operations take longer to be called than to read."""
+"""The most bytes of a small model's weights. To call PyTorch's operations takes longer than to read these."""
 LANES: Final = 8
 _PAIRED_LANES: Final = 2 * LANES
 """What the number of inputs must be a multiple of if weights are integers."""

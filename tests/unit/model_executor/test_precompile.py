@@ -53,7 +53,7 @@ def captured_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """So that nobody has been here before."""
+    """Give the test caches of its own, so that it finds no kernel compiled."""
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache" / "triton"))
     return tmp_path / "cache"

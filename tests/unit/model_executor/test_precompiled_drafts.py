@@ -42,7 +42,7 @@ ALGORITHMS = {  # the kinds of graphs that each has beside those of a plain serv
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that nobody has been here before."""
+    """Give the test caches of its own, so that it finds no kernel compiled."""
     monkeypatch.setenv("SRT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache" / "triton"))
 
