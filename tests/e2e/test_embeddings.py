@@ -86,7 +86,7 @@ def test_texts_in_the_middle_when_a_worker_dies_get_their_embeddings(server: Ser
             assert asking.is_alive(), "they were ready before the worker could die"
         assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
         assert counters(client)["num_running"] > 0
-        (worker,) = [one for one in server.children() if "srt.managers.tp_worker" in one.cmdline()]
+        (worker,) = [one for one in server.started() if "srt.managers.tp_worker" in one.cmdline()]
         worker.kill()
         while (
             client.post("/continue_generation").status_code != 200

@@ -121,5 +121,5 @@ def install(wheel: Path, environment: Path) -> Path:
 
 def compiled_files_of(server: ServerProcess, module: str) -> set[str]:
     """The compiled files of ours that the child process which runs `module` has loaded."""
-    (child,) = (one for one in server.children() if module in one.cmdline())
+    (child,) = (one for one in server.started() if module in one.cmdline())
     return {region.path for region in psutil.Process(child.pid).memory_maps() if "/compiled/" in region.path}

@@ -109,7 +109,7 @@ def test_divided_servers_answer_as_one_process_and_replace_workers(
 ) -> None:
     with serving(folder, tmp_path, *options) as server:
         check_same(all_streamed(url_of(server)), whole[0])
-        workers = [child for child in server.children() if child.cmdline()[-1] == WORKER]
+        workers = [child for child in server.started() if child.cmdline()[-1] == WORKER]
         for number in range(len(workers)):
             victim = victim_of(server, WORKER, number)
             check_same(all_streamed(url_of(server), Trigger(100, victim.kill)), whole[0])

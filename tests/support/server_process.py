@@ -77,6 +77,11 @@ class ServerProcess:
         children: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
         return children
 
+    def started(self) -> list[psutil.Process]:
+        """Its own children. One of them that forks looks like two for a moment, and frontends start others."""
+        started: list[psutil.Process] = psutil.Process(self.pid).children()
+        return started
+
     def left_behind(self) -> list[Path]:
         """In the temporary folder; but for the last log lines, which are kept on purpose."""
         return [path for path in self.tmp.glob("*srt-*") if not path.name.startswith("srt-logs-")]
