@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import srt
+from srt.cli.gpu_links import describe_links, read_ways
 from srt.kernels.build import cpu_library
 from srt.managers.process.heartbeats import HeartbeatReader
 from srt.managers.scheduler import scheduler as scheduler_state
@@ -50,8 +51,15 @@ ENVIRONMENT = re.compile(
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _TORCH = """
 import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+n = torch.cuda.device_count()
+gpus = [torch.cuda.get_device_properties(i) for i in range(n)]
+access = torch.cuda.can_device_access_peer
+try:
+    peers = [(i, j) for i in range(n) for j in range(i + 1, n) if access(i, j) and access(j, i)]
+except Exception:
+    peers = None
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(),
+  "uuids": [str(getattr(g, "uuid", "")) for g in gpus], "peers": peers,
   "gpus": [f"{g.name}, {g.total_memory / 2**30:.0f} GiB, compute capability {g.major}.{g.minor}" for g in gpus]}))
 """
 
@@ -169,6 +177,8 @@ def _machine(torch: dict[str, Any] | str) -> Iterator[Line]:
     yield "memory", f"{available_memory_bytes() / 1e9:.1f} GB available"
     if isinstance(torch, dict):
         yield "GPUs that PyTorch sees", "; ".join(torch["gpus"]) or "none"
+        for sentence in describe_links(torch["uuids"], torch["peers"], read_ways(torch["uuids"])):
+            yield "links between GPUs", sentence
         yield "threads of PyTorch", str(torch["threads"])
     yield "NVIDIA driver", _driver()
     yield "open files", "{} (at most {})".format(*resource.getrlimit(resource.RLIMIT_NOFILE))

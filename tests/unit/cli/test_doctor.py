@@ -18,7 +18,7 @@ from srt.server_args import ServerArgs
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    facts: dict[str, object] = {"version": "2.13.0", "cuda": None, "threads": 2, "gpus": []}
+    facts: dict[str, object] = {"version": "2.13.0", "cuda": None, "threads": 2, "gpus": [], "uuids": [], "peers": []}
     monkeypatch.setattr(doctor, "_torch_facts", lambda: facts)
 
 
