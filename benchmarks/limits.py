@@ -58,7 +58,10 @@ class Shape:
         overrides: Mapping[str, Any] | None = None,
         quantization: str | None = None,
     ) -> Shape:
-        config = ModelConfig.from_folder(folder, overrides, None, quantization)
+        return cls.of_config(ModelConfig.from_folder(folder, overrides, None, quantization), kv_cache_dtype)
+
+    @classmethod
+    def of_config(cls, config: ModelConfig, kv_cache_dtype: str = "auto") -> Shape:
         linear = kv = pairs = experts = 0
         routing = None
         for layer in config.layers:
@@ -99,6 +102,11 @@ class Shape:
         `distinct_experts` are those that a layer read; by default as many as even routing gives.
         """
         return max(self.read_s(device, rows, context, distinct_experts), self.products_s(device, rows))
+
+    def verify_s(self, device: Device, rows: int, context: float, row_tokens: int) -> float:
+        """A step of `row_tokens` tokens of each row. They share their row's keys, which are read once."""
+        experts = self.distinct_experts(rows * row_tokens)
+        return max(self.read_s(device, rows, context, experts), self.products_s(device, rows * row_tokens))
 
     def read_s(self, device: Device, rows: int, context: float, distinct_experts: float = 0.0) -> float:
         experts = self.expert_weights * (distinct_experts or self.distinct_experts(rows))

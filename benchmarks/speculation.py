@@ -1,23 +1,29 @@
-"""Drafts that are verified: tokens a step and ms a token by number of rows, beside the same steps without drafts.
+"""Drafts that are verified: tokens a step and ms a token by number of rows, beside the same steps without drafts and beside the limit.
 
     python -m benchmarks.speculation --model-path qwen3-8b --load-format dummy --rows 1,64 --accept 2
                                      --speculative-algorithm NGRAM --speculative-num-draft-tokens 4 [any option of the server]
 
 The number of drafts that are right in each step is forced, so that time and luck are apart: of its drafts every row keeps the first
-`--accept`. All rows bring all drafts that the options allow. With a smaller model its steps are timed too; without one drafts cost nothing.
+`--accept`. All rows bring all drafts that the options allow. With a smaller model or a head its steps are timed too; without one drafts
+cost nothing.
+
+The limit of a step is the time for the bytes that it and its drafts read, or for their products (`speculation_limits.py`), at the rates of
+the device in this run. Where bytes rule both limits, that of the gain does not depend on the rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks import limits, models
 from benchmarks.decode_steps import WARM_UP, Steps, print_kernels
+from benchmarks.speculation_limits import RoundShape
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.sampler import Draws
 from srt.model_executor.graph_speculation import GraphSpeculatingRunner
@@ -90,8 +96,16 @@ def runner_of(args: ServerArgs, folder: str) -> ModelRunner:
     return start_runner(args, config, folder, TensorParallel(0, 1, None, torch.device("cpu")), device)
 
 
-def measure(runner: ModelRunner, sizes: list[int], options: Any, tokens_a_step: int) -> dict[int, float]:
-    """Return the fastest round's ms of a step by number of rows."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step as measured."""
+
+    ms: float
+    context: float  # tokens before each row, in the middle of the measurement
+
+
+def measure(runner: ModelRunner, sizes: list[int], options: Any, tokens_a_step: int, kept: int) -> dict[int, Timed]:
+    """Return the fastest round's step by number of rows. A step computes up to `tokens_a_step` tokens of a row, and keeps `kept`."""
     runner.graphs.capture_all()
     most = (len(sizes) * options.rounds * (WARM_UP + options.steps + 4) + 2) * tokens_a_step
     steps = Steps(runner, [options.context] * sizes[0], most)
@@ -100,14 +114,18 @@ def measure(runner: ModelRunner, sizes: list[int], options: Any, tokens_a_step: 
         rounds = []
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
-            rounds.append(steps.run(num_rows, options.steps) / options.steps * 1e3)
-        found[num_rows] = min(rounds)
+            num_before = (
+                float(steps.lengths[:num_rows].mean()) - options.context
+            )  # steps of these rows, not their tokens
+            context = options.context + kept * (num_before + options.steps / 2)
+            rounds.append(Timed(steps.run(num_rows, options.steps) / options.steps * 1e3, context))
+        found[num_rows] = min(rounds, key=lambda timed: timed.ms)
         if options.kernels and tokens_a_step > 1:
             print_kernels(steps, num_rows)
     return found
 
 
-def measure_drafts(args: ServerArgs, folder: str, sizes: list[int], options: Any) -> dict[int, float]:
+def measure_drafts(args: ServerArgs, folder: str, sizes: list[int], options: Any) -> dict[int, Timed]:
     runner = runner_of(args, folder)
     if not isinstance(runner, GraphSpeculatingRunner):
         raise SystemExit("This benchmark times the steps of a GPU, and there is none.")
@@ -115,7 +133,38 @@ def measure_drafts(args: ServerArgs, folder: str, sizes: list[int], options: Any
     if args.speculative_draft_model_path is None:
         runner._drafter = AnyDrafter()
     force(runner._verifier, options.accept)
-    return measure(runner, sizes, options, 1 + args.num_drafts)
+    return measure(runner, sizes, options, 1 + args.num_drafts, 1 + options.accept)
+
+
+def figure_of(
+    num_rows: int, plain: Timed, drafted: Timed, kept: int, shapes: Sequence[RoundShape], device: limits.Device
+) -> dict[str, float]:
+    """Return what was measured for these rows beside the limits. `shapes` are those of a plain step and of one with drafts."""
+    plain_limit_ms, limit_ms = (
+        shape.round_s(device, num_rows, timed.context) * 1e3
+        for shape, timed in zip(shapes, (plain, drafted), strict=True)
+    )
+    gain, limit_gain = kept * plain.ms / drafted.ms, kept * plain_limit_ms / limit_ms
+    return {
+        "rows": num_rows,
+        "plain_ms": plain.ms,
+        "drafts_ms": drafted.ms,
+        "gain": gain,
+        "context": drafted.context,
+        "plain_limit_ms": plain_limit_ms,
+        "drafts_limit_ms": limit_ms,
+        "limit_gain": limit_gain,
+        "of_limit": gain / limit_gain,
+    }
+
+
+def text_of(figure: Mapping[str, float], kept: int) -> str:
+    step_ms, drafts_ms = figure["plain_ms"], figure["drafts_ms"]
+    return (
+        f"{figure['rows']:4.0f} rows of {figure['context']:.0f}: step {step_ms:7.3f} ms (limit {figure['plain_limit_ms']:.3f}), with drafts"
+        f" {drafts_ms:7.3f} ms (limit {figure['drafts_limit_ms']:.3f}), {drafts_ms / step_ms:.2f} ×; {drafts_ms / kept:7.3f} ms a token,"
+        f" {figure['gain']:.2f} × as fast (limit {figure['limit_gain']:.2f} ×, ratio {figure['of_limit']:.2f})"
+    )
 
 
 def main() -> int:
@@ -147,25 +196,28 @@ def main() -> int:
         speculative_num_steps=None,
         speculative_num_draft_tokens=None,
     )
-    plain = measure(runner_of(plain_args, folder), sizes, options, 1)
+    device, shapes = limits.measured(), (RoundShape.of(plain_args), RoundShape.of(args))
+    plain = measure(runner_of(plain_args, folder), sizes, options, 1, 1)
     gc.collect()  # the first runner's memory
     torch.cuda.empty_cache()
     drafted = measure_drafts(args, folder, sizes, options)
-    tokens = 1 + options.accept
-    print(f"{options.model_path}, {args.num_drafts} drafts, {tokens} tokens a step; {limits.versions()}")
+    kept = 1 + options.accept
+    print(f"{options.model_path}, {args.num_drafts} drafts, {kept} tokens a step; {limits.versions()}")
+    print(f"{device.name}: {device.read_bytes_s / 1e12:.2f} TB/s, {device.matmul_flops_s / 1e12:.0f} TFLOP/s")
     figures = []
     for num_rows in sizes:
-        step_ms, with_drafts_ms = plain[num_rows], drafted[num_rows]
-        ratio, gain = with_drafts_ms / step_ms, tokens * step_ms / with_drafts_ms
-        print(
-            f"{num_rows:4} rows: step {step_ms:7.3f} ms, with drafts {with_drafts_ms:7.3f} ms, {ratio:.2f} ×;"
-            f" {with_drafts_ms / tokens:7.3f} ms a token, {gain:.2f} × as fast",
-            flush=True,
-        )
-        figures.append({"rows": num_rows, "plain_ms": step_ms, "drafts_ms": with_drafts_ms, "gain": gain})
+        figures.append(figure_of(num_rows, plain[num_rows], drafted[num_rows], kept, shapes, device))
+        print(text_of(figures[-1], kept), flush=True)
     record = {"benchmark": "speculation", "model": options.model_path, "draft": options.draft, "accept": options.accept}
     limits.write_jsonl(
-        options.jsonl, {**record, "options": server_options, "steps": figures, "versions": limits.versions()}
+        options.jsonl,
+        {
+            **record,
+            "options": server_options,
+            "steps": figures,
+            "device": asdict(device),
+            "versions": limits.versions(),
+        },
     )
     return 0
 
