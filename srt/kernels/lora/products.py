@@ -14,7 +14,7 @@ from typing import Final
 import torch
 import triton.language as tl
 
-from srt.kernels.build.jit import cdiv, dot_dtype, kernel, next_power_of_2
+from srt.kernels.build.jit import cdiv, dot_dtype, jit, kernel, next_power_of_2
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.gemv import GemvTiles
 from srt.kernels.moe.expert_tiles import ExpertTiles
@@ -211,6 +211,32 @@ def shrink_tile_kernel(
         tl.store(low_at, sums, mask=is_row[:, None] & (lows < LOW)[None, :])
 
 
+@jit
+def _sum_parts(
+    low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32
+    tokens: tl.tensor,
+    is_read: tl.tensor,
+    first: int,
+    num_rows: int,
+    LOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Return columns `first` to `first + WIDTH` of A x for these tokens, BLOCK_R at a time: the parts added up in their order."""
+    ranks = tl.arange(0, BLOCK_R)
+    lows = ()
+    for begin_rank in tl.static_range(0, WIDTH, BLOCK_R):
+        low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + first + begin_rank + ranks[None, :]
+            low += tl.load(low_at, mask=is_read[:, None], other=0.0)
+        lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+    return lows
+
+
 @kernel(one_variant_for=("num_rows",))
 def expand_tile_kernel(
     low_ptr: tl.tensor,  # [PARTS, num_rows, LOW] f32
@@ -256,13 +282,7 @@ def expand_tile_kernel(
         is_row = rows < end
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
         ranks = tl.arange(0, BLOCK_R)
-        lows = ()
-        for begin_rank in tl.static_range(0, RANK, BLOCK_R):
-            low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-            for part in tl.static_range(PARTS):
-                low_at = low_ptr + (part * num_rows + tokens)[:, None] * LOW + of * RANK + begin_rank + ranks[None, :]
-                low += tl.load(low_at, mask=is_row[:, None], other=0.0)
-            lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+        lows = _sum_parts(low_ptr, tokens, is_row, of * RANK, num_rows, LOW, RANK, PARTS, BLOCK_M, BLOCK_R, DOT)
         for step in tl.range(BLOCKS):
             outputs = begin + step * BLOCK_N + tl.arange(0, BLOCK_N)
             is_output = outputs < end_output
@@ -313,13 +333,10 @@ def expand_gated_kernel(
         tokens = tl.load(tokens_ptr + rows, mask=is_row, other=0)
         is_adapted = number < ADAPTERS
         end_adapted, ranks = tl.where(is_adapted, end, 0), tl.arange(0, BLOCK_R)
-        lows = ()  # for the gates, then for the ups
-        for begin_rank in tl.static_range(0, 2 * RANK, BLOCK_R):
-            low = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-            for part in tl.static_range(PARTS):
-                low_at = low_ptr + (part * num_rows + tokens)[:, None] * (2 * RANK) + begin_rank + ranks[None, :]
-                low += tl.load(low_at, mask=(rows < end_adapted)[:, None], other=0.0)
-            lows = lows + (low.to(DOT),)  # type: ignore[assignment]  # noqa: RUF005  Triton's compiler does not support unpacking
+        # For the gates, then for the ups
+        lows = _sum_parts(
+            low_ptr, tokens, rows < end_adapted, 0, num_rows, 2 * RANK, 2 * RANK, PARTS, BLOCK_M, BLOCK_R, DOT
+        )
         for step in tl.range(BLOCKS):
             outputs = (tl.program_id(0) * BLOCKS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = is_row[:, None] & (outputs < N)[None, :]
