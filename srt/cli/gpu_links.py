@@ -17,7 +17,7 @@ _WAYS: Final = {
     "NODE": "over PCIe, through several host bridges of one processor",
     "SYS": "over PCIe and the connection between processors",
 }
-"""What each code of `nvidia-smi topo -m` means."""
+"""How two GPUs are connected, by the code that `nvidia-smi topo -m` prints for the pair. NVLink has a code for each number of links."""
 
 Pair = tuple[int, int]
 
@@ -48,7 +48,9 @@ def describe_links(uuids: Sequence[str], peers: Sequence[Sequence[int]] | None, 
 
 
 def read_ways(uuids: Sequence[str]) -> dict[Pair, str]:
-    """Ask `nvidia-smi` over what each pair of GPUs is connected. Pairs of which it says nothing are left out, so all of them without it."""
+    """Ask `nvidia-smi` over what each pair of GPUs is connected. Without it this is empty; a pair that it does not list is left out."""
+    if not any(combinations(uuids, 2)):
+        return {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         listed = _smi("--query-gpu=index,uuid", "--format=csv,noheader")
         return ways_of(uuids, listed, _smi("topo", "-m"))

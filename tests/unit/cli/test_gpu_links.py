@@ -75,6 +75,11 @@ def test_a_host_without_two_gpus_says_so() -> None:
     assert list(describe_links(UUIDS[:2], None, {})) == ["unknown: PyTorch did not say"]
 
 
+def test_nothing_is_asked_where_there_are_no_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was asked"))
+    assert read_ways([]) == read_ways(UUIDS[:1]) == {}
+
+
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
