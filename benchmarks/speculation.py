@@ -114,9 +114,8 @@ def measure(runner: ModelRunner, sizes: list[int], options: Any, tokens_a_step: 
         rounds = []
         for _ in range(options.rounds):
             steps.run(num_rows, WARM_UP)
-            num_before = (
-                float(steps.lengths[:num_rows].mean()) - options.context
-            )  # steps of these rows, not their tokens
+            # Lengths grow by one in each step here, however many tokens it keeps
+            num_before = float(steps.lengths[:num_rows].mean()) - options.context
             context = options.context + kept * (num_before + options.steps / 2)
             rounds.append(Timed(steps.run(num_rows, options.steps) / options.steps * 1e3, context))
         found[num_rows] = min(rounds, key=lambda timed: timed.ms)

@@ -1,4 +1,4 @@
-"""What the hardware allows steps that draft and verify: bytes and products of the model that verifies and of what drafts."""
+"""The least time of a decode step with drafts: that for reading the weights and keys, or for the products, of both models."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from srt.utils.mtp_config import MtpConfig, served_mtp
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """What a round must read: one step that verifies, and a step of what drafts for each draft. Without drafts it is a plain step."""
+    """The models of a round: one step of the large model, which verifies all drafts, and one step of the drafting model for each draft."""
 
     model: Shape  # with the weights that fuse its hidden states for a head
-    drafter: Shape | None  # None: drafting reads no weights
+    drafter: Shape | None  # None: there are no drafts, or drafting reads no weights
     num_drafts: int
 
     @classmethod
