@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from srt.kernels.build.jit import cdiv, dot_dtype, jit, kernel, next_power_of_2
-from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
+from srt.kernels.build.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.gemv import GemvTiles
 from srt.kernels.moe.expert_tiles import ExpertTiles
 
@@ -34,6 +34,9 @@ _MOST_PARTS_OF_MORE: Final = 8
 """Parts of the inputs of tokens that are taken one by one; of more than `_FEW_TOKENS` tokens."""
 _FEW_TOKENS: Final = 16
 _BLOCK_LOW: Final = 64
+_SINGLE_LAUNCH: Final = int(EARLY)
+"""Kind of dependent launch of `shrink` for tokens that are taken one by one. The streamed product behind it fills each multiprocessor's
+shared memory, so early programs have one place each, and load weights while A x is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +439,7 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
         shrink_token_kernel[(num_parts, num_tokens, low_blocks)](
             x, stacked.down, out, tokens.numbers, x.stride(0), stacked.down.stride(0),
             ADAPTERS=stacked.num_adapters, LOW=low, K=num_inputs, STEPS=steps, BLOCK_LOW=block_low, BLOCK_K=block_k,
-            **pdl_options(tokens.pdl)
+            **pdl_options(_SINGLE_LAUNCH if tokens.pdl else 0)
         )  # fmt: skip
         return out
     num_tiles, block_k = len(tiles.firsts), 256 // x.itemsize
