@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from srt.kernels.build.cuda_source import checked, cuda
+from srt.kernels.build.hopper import runs_on
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, adapted_gemv, expand, expand_gated, shrink
+from srt.kernels.lora.shared_shrink import SMALLEST
 from srt.layers.adapters import AdaptedLayer, DecodeAdapters, Matrices, PromptAdapters, StepAdapters
 from srt.layers.ops import Affine, LayerOps
 from srt.layers.quantization.weight import ChangedMatrix
@@ -88,6 +90,7 @@ class DeviceAdapters(StepAdapters, DecodeAdapters, PromptAdapters):
         self._tokens: AdapterTokens | None = None
         self._last_tokens: AdapterTokens | None = None
         self._has_pdl = has_pdl(device)
+        self._has_shared_shrink = dtype is torch.bfloat16 and runs_on(device, SMALLEST)
 
     @property
     def placeholder(self) -> str:
@@ -283,7 +286,7 @@ class DeviceAdapters(StepAdapters, DecodeAdapters, PromptAdapters):
 
     def _sort(self, numbers: Tensor) -> AdapterTokens:
         pdl = pdl_for(len(numbers)) if self._has_pdl else 0
-        return AdapterTokens.sort(numbers, self._num_adapters, pdl)
+        return AdapterTokens.sort(numbers, self._num_adapters, pdl, self._has_shared_shrink)
 
     def _send_slots(self) -> None:
         self._slots.copy_(self._pinned(self._number_of_slot), non_blocking=True)

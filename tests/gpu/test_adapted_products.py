@@ -13,6 +13,7 @@ from srt.kernels.elementwise.silu_and_mul import silu_and_mul
 from srt.kernels.gemm.stream_arguments import Added
 from srt.kernels.gemm.stream_gemm import PLAIN, Ending, Heads, StreamGemm, StreamTiles, Weighted
 from srt.kernels.lora.products import AdapterTokens, StackedAdapters, expand, expand_gated, shrink
+from srt.kernels.lora.shared_shrink import SharedShrink
 from srt.layers.ops import Rotation, rotate
 from tests.gpu.test_kernels_at_real_sizes import CUDA, EPS, among_others, assert_near, normed, randn
 
@@ -36,7 +37,7 @@ class Layer:
         self._stacked = StackedAdapters(down, randn(ADAPTERS, sum(part_sizes), rank) / 4, part_sizes)
         self._numbers = torch.randint(ADAPTERS + 1, (num_rows,), device=CUDA, dtype=torch.int32)
         self._numbers[0], self._numbers[1] = ADAPTERS, 3
-        self._tokens = AdapterTokens.sort(self._numbers, ADAPTERS)
+        self._tokens = AdapterTokens.sort(self._numbers, ADAPTERS, has_shared_shrink=True)
 
     def ending(self, ending: Ending) -> Ending:
         return replace(ending, rank=self._stacked.rank, low=self._stacked.down.shape[1])
@@ -146,6 +147,30 @@ def test_what_adapters_add_is_in_plain_products_of_merged_layers(num_rows: int) 
     layer = Layer(num_rows, 4096, (4096, 1024, 1024))
     tiles = tiles_of(gemm, x, layer, PLAIN)
     assert_near(gemm.multiply(x, layer.weight, tiles, added=layer.added(x)), layer.expected(x))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 28, 32])
+@pytest.mark.parametrize("num_adapters", [1, 3, 64])
+@pytest.mark.parametrize(("num_inputs", "num_parts", "rank"), [(4096, 3, 16), (12288, 1, 16), (1024, 2, 64)])
+def test_rows_of_an_adapter_share_its_first_matrix(
+    num_rows: int, num_adapters: int, num_inputs: int, num_parts: int, rank: int
+) -> None:
+    """Adapters lie apart in memory, and rows may be part of longer ones. Few adapters have more than 8 rows."""
+    x, low = among_others(randn(num_rows, num_inputs)), num_parts * rank
+    down = randn(num_adapters, low * num_inputs + 64)[:, : low * num_inputs].unflatten(1, (low, num_inputs))
+    numbers = torch.randint(num_adapters + 1, (num_rows,), device=CUDA, dtype=torch.int32)
+    variant = SharedShrink.choose(low, num_inputs)
+    assert variant is not None
+    got = variant.multiply(x, down, numbers)
+    is_adapted = numbers < num_adapters
+    own = down[numbers[is_adapted].long()].float()
+    expected = torch.einsum("tlk,tk->tl", own, x[is_adapted].float())
+    torch.testing.assert_close(got.sum(0)[is_adapted], expected, rtol=1e-3, atol=1e-3 * num_inputs**0.5)
+    again = variant.multiply(x, down, numbers)
+    assert torch.equal(again[:, is_adapted], got[:, is_adapted])
+    none = torch.full_like(numbers, num_adapters)
+    variant.multiply(x, down, none)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(("num_rows", "rank"), [(40, 16), (300, 16), (1100, 16), (300, 128)])

@@ -1,8 +1,8 @@
 """Products with the two matrices of LoRA adapters, each token with its own adapter's: y += B A x.
 
 `shrink` computes A x, and `expand` adds the product of that with B. All adapters' matrices of a layer are stacked, so that a token names
-its own by a number. Few tokens are taken one by one. More are sorted by adapter, and each program takes a tile of tokens of one adapter.
-`expand_gated` goes on to the activation of gates and ups.
+its own by a number. Few tokens are taken one by one, or by adapter where `shared_shrink.py` has a kernel for that. More are sorted by
+adapter, and each program takes a tile of tokens of one adapter. `expand_gated` goes on to the activation of gates and ups.
 Programs of `shrink` take parts of the inputs; `expand` adds the parts in a fixed order, so the same step gives the same bits every time.
 """
 
@@ -17,6 +17,7 @@ import triton.language as tl
 from srt.kernels.build.jit import cdiv, dot_dtype, jit, kernel, next_power_of_2
 from srt.kernels.build.pdl import EARLY, let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 from srt.kernels.gemm.gemv import GemvTiles
+from srt.kernels.lora.shared_shrink import shared_shrink
 from srt.kernels.moe.expert_tiles import ExpertTiles
 
 MOST_SINGLE_TOKENS: Final = 32
@@ -33,6 +34,8 @@ _MOST_SINGLE_PARTS: Final = 64
 _MOST_PARTS_OF_MORE: Final = 8
 """Parts of the inputs of tokens that are taken one by one; of more than `_FEW_TOKENS` tokens."""
 _FEW_TOKENS: Final = 16
+_FEWEST_SHARED_TOKENS: Final = 17
+"""From this many tokens on, `shrink` reads each adapter's A once if it can."""
 _BLOCK_LOW: Final = 64
 _SINGLE_LAUNCH: Final = int(EARLY)
 """Kind of dependent launch of `shrink` for tokens that are taken one by one. The streamed product behind it fills each multiprocessor's
@@ -47,13 +50,17 @@ class AdapterTokens:
     tiles: ExpertTiles | None
     """Tokens sorted by adapter, those without one at the end; None if they are taken one by one."""
     pdl: int = 0
+    has_shared_shrink: bool = False
+    """Whether the kernel of `shared_shrink.py` runs on the device."""
 
     @classmethod
-    def sort(cls, numbers: torch.Tensor, num_adapters: int, pdl: int = 0) -> AdapterTokens:
+    def sort(
+        cls, numbers: torch.Tensor, num_adapters: int, pdl: int = 0, has_shared_shrink: bool = False
+    ) -> AdapterTokens:
         """Sort the tokens by their adapters' numbers [tokens] i32. Never waits for the device."""
         count = len(numbers)
         if count <= MOST_SINGLE_TOKENS:
-            return cls(numbers, None, pdl)
+            return cls(numbers, None, pdl, has_shared_shrink)
         block_m = 16 if count <= 256 else 32 if count <= 1024 else 64
         return cls(numbers, ExpertTiles.sort(numbers[:, None], num_adapters + 1, block_m), pdl)
 
@@ -430,6 +437,10 @@ def shrink(x: torch.Tensor, stacked: StackedAdapters, tokens: AdapterTokens) -> 
         x = x.contiguous()
     block_low = min(_BLOCK_LOW, next_power_of_2(low))
     low_blocks, tiles = cdiv(low, block_low), tokens.tiles
+    if tiles is None and tokens.has_shared_shrink and num_tokens >= _FEWEST_SHARED_TOKENS:
+        shared = shared_shrink(low, num_inputs)
+        if shared is not None and shared.suits(x, stacked.down):
+            return shared.multiply(x, stacked.down, tokens.numbers)
     if tiles is None:
         block_k = (256 if num_inputs <= 8192 else 512) * 2 // x.itemsize
         most_parts = _MOST_SINGLE_PARTS if num_tokens <= _FEW_TOKENS else _MOST_PARTS_OF_MORE
