@@ -33,6 +33,7 @@ constexpr int TURNS = (ROWS + SPLITS * ROWS_AT_ONCE - 1) / (SPLITS * ROWS_AT_ONC
 constexpr int PREPARED = TURNS < 4 ? TURNS : 4;  // turns whose inputs are loaded together
 constexpr int LANES = HEAD_DIM / 4;              // lanes that hold one head
 constexpr int LINES = WIDTH * RANK * 2 / LINE;   // of a program's columns of an adapter's second matrix, or half of them if GATED
+constexpr int OWN_ROWS = TURNS * ROWS_AT_ONCE;   // of the result, in a program; the last may be none
 
 // The operations after the product, and their inputs and outputs. Pointers that a variant does not use may be null.
 struct Ending {
@@ -146,6 +147,11 @@ __device__ __forceinline__ float4 rotated(float4 part, uint2 weight, const Input
   float4 turned = times(part, inputs.cosines);
   add(turned, times(times(other, inputs.sines), is_second ? 1.0f : -1.0f));
   return turned;
+}
+
+// The row of x whose result is at this place among those of a program. It may be after the last.
+__device__ __forceinline__ int own_row(int place, int split) {
+  return (place / ROWS_AT_ONCE * SPLITS + split) * ROWS_AT_ONCE + place % ROWS_AT_ONCE;
 }
 
 #if RANK
@@ -296,8 +302,11 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? ROWS : 1];
 #if RANK
-  __shared__ __align__(16) float lows[ROWS * LOW];
+  __shared__ __align__(16) float lows[(ADDS_AHEAD ? OWN_ROWS : ROWS) * LOW];
   __shared__ int adapters[ROWS];
+#endif
+#if ADDS_AHEAD
+  __shared__ __align__(16) float addends[OWN_ROWS * W_ROWS];
 #endif
   const u32 stages = (address_of(memory) + 1023) & ~1023u;
   const u32 full = address_of(barriers), empty = full + 8 * STAGES;
@@ -353,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
     }
     if ((SCALED || RANK) && threadIdx.x >= MULTIPLYING + 32) {
-      wait_for_earlier_kernels();
+      if (!ADDS_AHEAD) wait_for_earlier_kernels();
       const int thread = threadIdx.x - MULTIPLYING - 32, rows = min(ROWS, num_rows - first_row);
 #if RANK
       const int* const numbers = ending.adapters + first_row;
@@ -365,21 +374,39 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
           asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
         }
       }
+      for (int row = thread; row < rows; row += SCALING) adapters[row] = numbers[row];
 #endif
+      // Numbers of adapters are constant during a step, like what is prefetched.
+      if (ADDS_AHEAD) wait_for_earlier_kernels();
       if (SCALED) {
         find_scales(scales, ending.x_squares + first_row, rows, num_rows, ending.x_parts, num_blocks * STAGE_K, ending.eps, thread,
                     SCALING);
       }
 #if RANK
-      for (int row = thread; row < rows; row += SCALING) adapters[row] = numbers[row];
-      for (int i = thread; i < rows * (LOW / 4); i += SCALING) {
-        const int row = i / (LOW / 4), at = i % (LOW / 4) * 4;
+      for (int i = thread; i < (ADDS_AHEAD ? OWN_ROWS : rows) * (LOW / 4); i += SCALING) {
+        const int place = i / (LOW / 4), at = i % (LOW / 4) * 4, row = ADDS_AHEAD ? own_row(place, split) : place;
+        if (row >= rows) continue;
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 8
         for (int part = 0; part < ending.low_parts; part++) {
           add(total, load_floats_here(ending.low + ((u64)part * num_rows + first_row + row) * LOW + at));
         }
-        *(float4*)(lows + row * LOW + at) = total;
+        *(float4*)(lows + place * LOW + at) = total;
+      }
+#endif
+#if ADDS_AHEAD
+      asm volatile("bar.sync 3, %0;" ::"n"(SCALING) : "memory");
+      for (int i = thread; i < OWN_ROWS * (W_ROWS / 4); i += SCALING) {
+        const int place = i / (W_ROWS / 4), quad = i % (W_ROWS / 4), row = own_row(place, split);
+        const bool is_up = GATED && quad >= QUADS;
+        const int of_half = tile * WIDTH + (is_up ? quad - QUADS : quad) * 4, w_row = (is_up ? width : 0) + of_half;
+        const int adapter = row < rows ? adapters[row] : ending.num_adapters;
+        float4 addend = make_float4(0, 0, 0, 0);
+        if (adapter < ending.num_adapters && of_half < width) {
+          const int first_low = ((w_row >= ending.first1) + (w_row >= ending.first2)) * RANK;
+          addend = added(lows + place * LOW + first_low, ending.up + adapter * ending.up_stride + (u64)w_row * RANK);
+        }
+        *(float4*)(addends + 4 * i) = addend;
       }
 #endif
       asm volatile("bar.arrive 2, %0;" ::"n"(MULTIPLYING + SCALING) : "memory");
@@ -391,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   const int column = tile * WIDTH + threadIdx.x % QUADS * 4;
   const bool is_query = HEADS && column < ending.query_width;
   const bool is_value = HEADS && column >= ending.query_width + ending.kv_width;
-#if RANK
+#if RANK && !ADDS_AHEAD
   const int w_row = (HALVES - 1) * width + column;  // of the ups if GATED
   const int first_low = ((w_row >= ending.first1) + (w_row >= ending.first2)) * RANK;
 #endif
@@ -543,7 +570,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       float4 total = parts[i][0];
 #pragma unroll
       for (int part = 1; part < SPLITS; part++) add(total, parts[i][part]);
-#if RANK
+#if ADDS_AHEAD
+      const float* const addend = addends + ((first + i) * ROWS_AT_ONCE + row_at_once) * W_ROWS + threadIdx.x % QUADS * 4;
+      if (row >= 0) add(total, *(const float4*)addend);
+#elif RANK
       const int adapter = row < 0 ? ending.num_adapters : adapters[row - first_row];
       const float* const low = lows + max(row - first_row, 0) * LOW;
       const u16* const second = ending.up + adapter * ending.up_stride + (u64)column * RANK;
@@ -555,7 +585,9 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
         float4 up = ups[i][0];
 #pragma unroll
         for (int part = 1; part < SPLITS; part++) add(up, ups[i][part]);
-#if RANK
+#if ADDS_AHEAD
+        if (row >= 0) add(up, *(const float4*)(addend + WIDTH));
+#elif RANK
         if (adapter < ending.num_adapters) add(up, added(low + first_low, second + (u64)width * RANK));
 #endif
         if (SCALED) up = times(up, row < 0 ? 0.0f : scales[row - first_row]);

@@ -33,6 +33,7 @@ from srt.kernels.build.hopper import (
 from srt.kernels.build.pdl import LATE
 from srt.kernels.gemm.fp8_gemm import quantise_rows
 from srt.kernels.gemm.packed_matrix import BF16, E4M3, ROUNDED, Numbers, PackedMatrix
+from srt.kernels.gemm.stream_added import AddedSums
 from srt.kernels.gemm.stream_arguments import Added, EndingArguments
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
@@ -138,9 +139,13 @@ class StreamTiles:
         return -(-self.w_rows // self.warpgroups // 8) * 8
 
     @property
-    def _added_bytes(self) -> int:
-        """Bytes beside the ring for what is added of adapters: their numbers, and products with their first matrices."""
-        return 4 * self.rows * (self.ending.low + 1) + 16 if self.ending.rank else 0
+    def added(self) -> AddedSums | None:
+        """What adapters add; None if there are none."""
+        if not self.ending.rank:
+            return None
+        at_once = 128 * self.warpgroups * self.teams // (self.width // 4)
+        own_rows = -(-self.rows // (self.splits * at_once)) * at_once
+        return AddedSums(self.rows, own_rows, self.ending.low, self.w_rows)
 
     @property
     def stage_bytes(self) -> int:
@@ -334,9 +339,8 @@ class StreamTiles:
     def with_stages(self, k: int) -> StreamTiles:
         """Return the tiles with as many stages as fit in shared memory and are useful."""
         blocks = -(-k // self.form.stage_k // self.splits)
-        room = (
-            room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun - self._added_bytes
-        )  # 4 * rows: their factors
+        added = 0 if self.added is None else self.added.num_bytes + self.added.num_spare
+        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun - added  # 4 * rows: their factors
         stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
         return replace(self, stages=stages)
 
@@ -364,6 +368,7 @@ class StreamTiles:
             "FP8": int(ending.is_fp8),
             "RANK": ending.rank,
             "LOW": ending.low,
+            "ADDS_AHEAD": int(self.added is not None and self.added.is_ahead),
             "BITS": self.form.bits,
             "GROUP": self.form.group,
             "HAS_ZEROS": int(self.form.has_zeros),

@@ -166,8 +166,10 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     for (n, k, ending), merged in zip(PROJECTIONS[4:8], (3, 1, 2, 1), strict=True):
         for num_rows, rank in ((8, 64), (32, 16), (64, 16)):
             adapted = choose(num_rows, n, k, replace(ending, rank=rank, low=rank * merged))
-            assert adapted is not None and 4 * adapted.rows * (rank * merged + 2) < 17 << 10
-            assert adapted.shared_bytes + 4 * adapted.rows * (rank * merged + 2) <= SHARED_BYTES - 16 * adapted.stages
+            assert adapted is not None and adapted.added is not None
+            assert adapted.added.is_ahead == (num_rows <= 32) and adapted.added.num_bytes < 47 << 10
+            beside = adapted.added.num_bytes + 4 * adapted.rows + 16 * adapted.stages
+            assert adapted.shared_bytes + beside <= SHARED_BYTES
             chosen.add(adapted)
     for form, (n, k, ending) in zip(FORMS, PROJECTIONS[4:8], strict=True):
         chosen.add(StreamTiles.choose_packed(40, n, k, ending, form, PROCESSORS, CLUSTERS.__getitem__))
