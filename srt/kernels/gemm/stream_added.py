@@ -8,6 +8,8 @@ from typing import Final
 _MOST_ROWS_AHEAD: Final = 32
 """Up to this many rows, programs add while weights are multiplied; more would need too much shared memory."""
 _MOST_BYTES_AHEAD: Final = 46 << 10
+_MOST_STAGES_AHEAD: Final = 16
+"""x comes later by the time of A x, so more weights are requested before it."""
 _SHRINK_BYTES: Final = 6 << 10
 """Left free for two programs of `shared_shrink` beside one of the product."""
 
@@ -30,6 +32,10 @@ class AddedSums:
     def num_bytes(self) -> int:
         """Bytes for the numbers of rows' adapters, for A x, and for the sums that are computed ahead."""
         return self._bytes_ahead if self.is_ahead else 4 * self.rows * (self.low + 1) + 16
+
+    def most_stages(self, most: int) -> int:
+        """Return the most stages of the ring, of which there are `most` without adapters."""
+        return _MOST_STAGES_AHEAD if self.is_ahead else most
 
     @property
     def num_spare(self) -> int:

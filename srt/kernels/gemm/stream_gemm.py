@@ -339,9 +339,11 @@ class StreamTiles:
     def with_stages(self, k: int) -> StreamTiles:
         """Return the tiles with as many stages as fit in shared memory and are useful."""
         blocks = -(-k // self.form.stage_k // self.splits)
-        added = 0 if self.added is None else self.added.num_bytes + self.added.num_spare
-        room = room_for_stages(_MOST_STAGES) - 4 * self.rows - self._overrun - added  # 4 * rows: their factors
-        stages = min(room // self.stage_bytes, _MOST_STAGES, max(2, blocks))
+        most, beside = _MOST_STAGES, 4 * self.rows + self._overrun  # 4 * rows: their factors
+        if self.added is not None:
+            most, beside = self.added.most_stages(most), beside + self.added.num_bytes + self.added.num_spare
+        room = room_for_stages(most) - beside
+        stages = min(room // self.stage_bytes, most, max(2, blocks))
         return replace(self, stages=stages)
 
     @property
