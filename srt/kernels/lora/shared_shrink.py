@@ -24,6 +24,7 @@ _MOST_CHUNKS: Final = 8
 _CHUNK: Final = 32
 _WARPS: Final = 4
 _ROWS: Final = 16  # of A, in a program
+_MOST_STRIDE: Final = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class SharedShrink:
         return {"LOW": self.low, "CHUNKS": self.chunks}
 
     def suits(self, x: torch.Tensor, down: torch.Tensor) -> bool:
-        """Return whether rows of both can be read in vectors of 16 bytes."""
-        has_dtype = x.dtype is down.dtype is torch.bfloat16
+        """Return whether rows of both can be read in vectors of 16 bytes, at distances that fit in an int."""
+        has_dtype = x.dtype is down.dtype is torch.bfloat16 and down.stride(0) <= _MOST_STRIDE
         strides, addresses = (x.stride(0), down.stride(0)), (x.data_ptr(), down.data_ptr())
         return has_dtype and not any(stride % 8 for stride in strides) and not any(place % 16 for place in addresses)
 

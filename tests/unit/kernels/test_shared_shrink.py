@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from srt.kernels.build.cuda_source import compile_source
 from srt.kernels.build.hopper import ARCHITECTURE
@@ -21,6 +22,19 @@ def test_sizes_that_do_not_fit_are_left_alone() -> None:
     assert SharedShrink.choose(16, 4096 + 64) is None
     assert SharedShrink.choose(16, 512) is None, "too small to have work for many processors"
     assert SharedShrink.choose(8, 4096) is None
+
+
+def test_tensors_that_vectors_cannot_read_are_left_alone() -> None:
+    """Adapters that lie far apart, as those of a large model with a high rank do, have addresses beyond an int."""
+
+    def matrices(stride: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device="meta").as_strided((2, 16, 1024), (stride, 1024, 1))
+
+    x = torch.empty((20, 1024), dtype=torch.bfloat16, device="meta")
+    assert SMALLEST.suits(x, matrices(16 * 1024))
+    assert not SMALLEST.suits(x, matrices(16 * 1024 + 4))
+    assert not SMALLEST.suits(x, matrices(1 << 31))
+    assert not SMALLEST.suits(x, matrices(16 * 1024, torch.float32))
 
 
 @pytest.mark.parametrize("variant", [SMALLEST, SharedShrink.choose(48, 4096), SharedShrink.choose(128, 12288)])
