@@ -87,6 +87,11 @@ class LoadedModel:
         return self.model
 
     @property
+    def num_distinct_layers(self) -> int:
+        """How many of the stage's first layers use all kernels of the stage."""
+        return self.model.num_distinct_layers if isinstance(self.model, CausalLM) else self.config.num_layers
+
+    @property
     def most_in_flight(self) -> int:
         """Steps that may be launched and not answered."""
         return most_in_flight(self.args, self.stage.num_stages)

@@ -14,10 +14,11 @@ from srt.layers.embedding import ParallelLMHead
 from srt.layers.moe.mixture import find_stacked_experts
 from srt.layers.ops import LayerOps
 from srt.layers.pooler import ScoreHead
-from srt.layers.quantization.formats import use_formats
+from srt.layers.quantization.formats import formats_in, use_formats
 from srt.layers.weights import WeightPiece, model_weight_pieces
 from srt.models.decoder import Decoder
 from srt.models.plain_decoder import PlainDecoder
+from srt.utils.layer_spec import num_distinct_layers
 from srt.utils.model_config import ModelConfig
 from srt.utils.pipeline_stage import Stage
 
@@ -45,6 +46,10 @@ class CausalLM(nn.Module):
             tied = self.model.embed_tokens if config.tie_word_embeddings else None
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied, ops, config.scales)
         use_formats(self, config.weight_formats)
+        specs, layers = config.layers[stage.layers.start : stage.layers.stop], self.model.layers.named_children()
+        formats = [formats_in(layer, f"{PREFIX}layers.{name}", config.weight_formats) for name, layer in layers]
+        self.num_distinct_layers = num_distinct_layers(specs, formats)
+        """How many of the first layers use all kernels."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Return hidden states [tokens with output, hidden_size], the same on every rank; `lm_head` turns them into logits.

@@ -5,6 +5,7 @@ Everything that depends on a model's layers asks their specs: memory, attention,
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -238,3 +239,28 @@ class LayerSpec:
         """The attention of a layer that is known to have no latents."""
         assert isinstance(self.attention, SelfAttention), self.attention
         return self.attention
+
+
+def num_distinct_layers(layers: Sequence[LayerSpec], formats: Sequence[Hashable]) -> int:
+    """Return how many of the first layers use all kernels: two or more. The weights of layer i are stored in `formats[i]`.
+
+    One of each kind is among them. A feed-forward part may prepare its output for the layer behind it. So of each kind of part that has a
+    layer behind it, one that has is among them, and their last part is of the kind of the last of all.
+    """
+    kinds = _numbered(zip(layers, formats, strict=True))
+    parts = _numbered((layer.feed_forward, form) for layer, form in zip(layers, formats, strict=True))
+
+    def kernels_of(count: int) -> tuple[set[int], set[int], set[int]]:
+        return set(kinds[:count]), set(parts[: count - 1]), set(parts[count - 1 : count])
+
+    of_all = kernels_of(len(layers))
+    for count in range(2, len(layers)):
+        if all(map(set.issuperset, kernels_of(count), of_all)):
+            return count
+    return max(2, len(layers))
+
+
+def _numbered(kinds: Iterable[Hashable]) -> list[int]:
+    """Return a number for each of these, the same for equal ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]

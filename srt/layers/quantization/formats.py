@@ -36,6 +36,19 @@ def use_formats(model: nn.Module, formats: WeightFormats) -> None:
             _pack_experts(layer, path, formats)
 
 
+def formats_in(module: nn.Module, path: str, formats: WeightFormats) -> tuple[WeightFormat | None, ...]:
+    """Return the formats of the linear layers and of the experts in the module at this path, in their order; () if all are plain."""
+    if formats.is_plain:
+        return ()
+    places: list[Place] = []
+    for name, layer in module.named_modules(prefix=path):
+        if isinstance(layer, LinearLayer):
+            places.append(layer.places(name)[0])
+        elif isinstance(layer, ExpertLayers):
+            places += [of_experts[0][0] for of_experts in layer.places(name)]
+    return tuple(formats.format_of(at.path) for at in places)
+
+
 def _pack_experts(layer: ExpertLayers, path: str, formats: WeightFormats) -> None:
     gate_up, down = layer.places(path)
     # The first expert tells for all: if another one is stored otherwise, its tensors do not fit.

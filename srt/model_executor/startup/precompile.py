@@ -29,7 +29,6 @@ from srt.model_executor.startup.warm_up import (
     adapted_requests,
     batches,
     mask_something,
-    num_distinct_layers,
     run_requests,
     run_to_the_end,
     short_chunks,
@@ -85,14 +84,13 @@ def precompile(loaded: LoadedModel, small: LoadedModel | None = None) -> GraphKe
 @contextmanager
 def _shortened(loaded: LoadedModel, small: LoadedModel | None) -> Iterator[LoadedModel]:
     """Inside, run without other ranks, and only as many layers as together use all kernels. Yield the model as it is then."""
-    layers = loaded.config.layers[loaded.stage.layers.start : loaded.stage.layers.stop]
-    num_layers = num_distinct_layers(layers)
+    num_layers = loaded.num_distinct_layers
     head = None if loaded.head is None else loaded.head.of_shortened(num_layers)
     with ExitStack() as stack:
         stack.enter_context(loaded.alone())
         stack.enter_context(loaded.model.shortened(num_layers))
         if small is not None:
-            stack.enter_context(small.model.shortened(num_distinct_layers(small.config.layers)))
+            stack.enter_context(small.model.shortened(small.num_distinct_layers))
         yield replace(loaded, head=head)
 
 

@@ -13,7 +13,6 @@ from srt.utils.page_groups import first_column
 
 if TYPE_CHECKING:
     from srt.model_executor.model_runner import ModelRunner
-    from srt.utils.layer_spec import LayerSpec
 
 CPU_TOKENS = 8
 GPU_TOKENS = 64  # more than the kernels for few tokens serve
@@ -162,8 +161,3 @@ def _sections(chunks: list[int], page_size: int, top_p: float) -> list[PlanSecti
         sections.append(PlanSection(*news, slot, int32_array([start]), int32_array([chunk]), samples, empty))
         start += chunk
     return [*sections, PlanSection([], [PageDelta(empty, empty, empty)], empty, empty, empty, empty, slot)]
-
-
-def num_distinct_layers(layers: Sequence[LayerSpec]) -> int:
-    """Return how many of the first layers use all kernels of the model: one of each kind, and one that is not the first layer."""
-    return max(2, *(1 + layers.index(layer) for layer in set(layers)))

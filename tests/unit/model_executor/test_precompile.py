@@ -22,6 +22,7 @@ from srt.kernels.build import precompile as precompiling
 from srt.kernels.build.precompile import Compilers
 from srt.layers.attention import backend_choice
 from srt.layers.attention.base import Reading
+from srt.layers.ops import TORCH_OPS
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
 from srt.model_executor.graphs.decode_runner import DecodeRunner
 from srt.model_executor.graphs.graph_kernels import Graph, GraphKernels
@@ -33,17 +34,21 @@ from srt.model_executor.startup.kernel_record import KernelRecord
 from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.start_runner import build_runner
 from srt.model_executor.startup.trial_runner import trial_runner
-from srt.model_executor.startup.warm_up import num_distinct_layers, warm_up
+from srt.model_executor.startup.warm_up import warm_up
+from srt.models.causal_lm import CausalLM
 from srt.protocol.messages import PlanSection
 from srt.server_args import ServerArgs
-from srt.utils.layer_spec import FeedForward, LayerSpec, SelfAttention
+from srt.utils.layer_spec import FeedForward, LayerSpec, SelfAttention, num_distinct_layers
 from srt.utils.model_config import ModelConfig
+from srt.utils.quantization import QUANTIZING, LayerNames, WeightFormats
 from srt.utils.rope_config import RopeConfig
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.plan_driver import Job, PlanDriver, greedy
 from tests.support.ranks import CPU, run_ranks, single_rank
 from tests.support.recorder import PlansAtOnce, Recorder
 from tests.support.runners import make_runner
+
+PLAIN = LayerSpec(SelfAttention(2, 1, 8, 1.0, RopeConfig("default", 1e4)), FeedForward(8))
 
 
 @pytest.fixture
@@ -370,9 +375,27 @@ def test_the_record_goes_where_either_folder_of_kernels_goes(
 
 
 @pytest.mark.parametrize(
-    ("windows", "count"), [((None,) * 9, 2), ((8, 8, 8, None, 8, 8, 8, None), 4), ((None, 8), 2), ((None,), 2)]
+    ("windows", "count"), [((None,) * 9, 2), ((8, 8, 8, None, 8, 8, 8, None), 4), ((None, 8), 2), ((None,), 2), ((), 2)]
 )
 def test_so_many_layers_have_all_kernels_among_them(windows: tuple[int | None, ...], count: int) -> None:
-    plain = LayerSpec(SelfAttention(2, 1, 8, 1.0, RopeConfig("default", 1e4)), FeedForward(8))
-    layers = [replace(plain, attention=replace(plain.self_attention, window=window)) for window in windows]
-    assert num_distinct_layers(layers) == count
+    layers = [replace(PLAIN, attention=replace(PLAIN.self_attention, window=window)) for window in windows]
+    assert num_distinct_layers(layers, [None] * len(layers)) == count
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((8, 8, 4, 4, 4), 4), ((8, 4, 8, 4, 8, 4), 4), ((8, 4, 8, 4, 8), 3), ((4, 4, 8), 3)]
+)
+def test_feed_forward_parts_have_other_kernels_where_a_layer_follows(sizes: tuple[int, ...], count: int) -> None:
+    layers = [replace(PLAIN, feed_forward=FeedForward(size)) for size in sizes]
+    assert num_distinct_layers(layers, [None] * len(layers)) == count
+
+
+@pytest.mark.parametrize(("plain", "count"), [(r"re:.*layers\.3\.mlp", 5), (r"re:.*layers\.[0-5]\.mlp", 2)])
+def test_layers_whose_weights_are_stored_otherwise_have_kernels_of_their_own(
+    checkpoint: CheckpointFactory, plain: str, count: int
+) -> None:
+    config = ModelConfig.from_folder(checkpoint("qwen3", num_layers=6))
+    formats = WeightFormats("fp8", LayerNames((plain,)), ((LayerNames(("re:.*",)), QUANTIZING["fp8"]),))
+    with torch.device("meta"):
+        model = CausalLM(replace(config, weight_formats=formats), single_rank(), TORCH_OPS)
+    assert model.num_distinct_layers == count
