@@ -1,4 +1,4 @@
-"""Guess with a smaller model on a GPU: each of its steps is one graph. See `model_drafter.py` for what its guesses are worth."""
+"""Guess with a smaller model on a GPU, whose steps and draws are graphs. See `model_drafter.py` for what its guesses are worth."""
 
 from __future__ import annotations
 

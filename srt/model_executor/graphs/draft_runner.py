@@ -1,7 +1,8 @@
 """Draft several tokens of each row with a smaller model. A graph has one of its steps, so a row's number of drafts may be any.
 
 The smaller model may lack the last token that is computed: after drafts that were all right it has not seen the last of them. So its first
-step computes that token as well, and has graphs of its own.
+step computes that token as well, and has a graph of its own. Draws have graphs of their own, one for each kind of sampling, which serve
+behind both: a capture launches all kernels of the layers, so a graph of layers for each kind would take three times as long to capture.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
-NUM_KINDS = len(CAPTURED_KINDS)
 SLOTS, MOST = range(2)  # rows of the staged numbers, which have a column for each row
 
 
@@ -46,6 +46,8 @@ class DraftRunner(SizedGraphs):
         )  # tokens of each row, of the present drafts
         max_rows = small_state.num_slots
         self._staged = Staged(2, max_rows, small.device)
+        # Slots of the rows whose logits are computed, and positions of the draws behind them.
+        self._drawn = torch.zeros((2, max_rows), dtype=torch.int64, device=small.device)
         head = small.model.lm_head
         self._logits = torch.zeros((max_rows, head.shard_size), dtype=head.weight.dtype, device=small.device)
         self.stage_padding(max_rows)
@@ -53,11 +55,13 @@ class DraftRunner(SizedGraphs):
     def draft(self, slots: Ints, most: Ints, kind: SamplingKind) -> None:
         """Draft `most[i]` tokens of row i."""
         self._stage(slots, most)
-        _, parts = self.parts_for(len(slots))
-        captured = min(kind, SamplingKind.ADJUSTED)
-        parts[captured]()
+        _, (first, following, *samples) = self.parts_for(len(slots))
+        sample = samples[min(kind, SamplingKind.ADJUSTED)]
+        first()
+        sample()
         for _ in range(int(most.max()) - 1):
-            parts[NUM_KINDS + captured]()
+            following()
+            sample()
 
     def stage_padding(self, size: int) -> None:
         self._stage(NO_ROWS, NO_ROWS)
@@ -69,17 +73,18 @@ class DraftRunner(SizedGraphs):
         self._staged.send()
 
     def works(self, size: int) -> Sequence[Work]:
-        firsts = [partial(self._run_first, size, kind) for kind in CAPTURED_KINDS]
-        return [*firsts, *(partial(self._run_next, size, kind) for kind in CAPTURED_KINDS)]
+        samples = [partial(self._sample, size, kind) for kind in CAPTURED_KINDS]
+        return [partial(self._run_first, size), partial(self._run_following, size), *samples]
 
-    def _run_first(self, size: int, kind: SamplingKind) -> None:
+    def _run_first(self, size: int) -> None:
         self._num_drafted.zero_()
         slots, positions = self._rows(size)
         before = (positions - 1).clamp(min=0)
-        self._draw(size, kind, torch.cat((slots, slots)), torch.cat((before, positions)))
+        self._run_tokens(size, torch.cat((slots, slots)), torch.cat((before, positions)))
 
-    def _run_next(self, size: int, kind: SamplingKind) -> None:
-        self._draw(size, kind, *self._rows(size))
+    def _run_following(self, size: int) -> None:
+        self._num_drafted.add_(1)
+        self._run_tokens(size, *self._rows(size))
 
     def _rows(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots and positions of the rows' last tokens. Rows that have all of their drafts are padding."""
@@ -88,11 +93,16 @@ class DraftRunner(SizedGraphs):
         positions = torch.where(is_drafting, self._seq_lens[slots] + self._num_drafted, 0)
         return torch.where(is_drafting, slots, self._tables.dummy_slot), positions
 
-    def _draw(self, size: int, kind: SamplingKind, token_slots: torch.Tensor, token_positions: torch.Tensor) -> None:
-        """Compute these tokens, and draw behind the last `size` of them."""
-        slots, positions, logits = token_slots[-size:], token_positions[-size:] + 1, self._logits[:size]
-        hidden = self._tokens.hidden_of(TokenInputs.of(self._tables, token_slots, token_positions))
-        self._tokens.logits_into(hidden[-size:], logits)
-        draws = self._draws.draw(kind, logits, slots, positions)
+    def _run_tokens(self, size: int, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Compute these tokens, and the logits of the last `size` of them."""
+        drawn_slots, drawn_positions = self._drawn[:, :size]
+        drawn_slots.copy_(slots[-size:])
+        torch.add(positions[-size:], 1, out=drawn_positions)
+        hidden = self._tokens.hidden_of(TokenInputs.of(self._tables, slots, positions))
+        self._tokens.logits_into(hidden[-size:], self._logits[:size])
+
+    def _sample(self, size: int, kind: SamplingKind) -> None:
+        """Draw behind the tokens whose logits were computed last."""
+        slots, positions = self._drawn[:, :size]
+        draws = self._draws.draw(kind, self._logits[:size], slots, positions)
         self._tables.write_tokens(slots, positions, draws.ids)
-        self._num_drafted.add_(1)
