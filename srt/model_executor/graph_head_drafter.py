@@ -1,4 +1,4 @@
-"""Guess with a head on a GPU: all of its steps in one graph. See `head_drafter.py` for what its guesses are worth."""
+"""Guess with a head on a GPU, whose steps and draws are graphs. See `head_drafter.py` for what its guesses are worth."""
 
 from __future__ import annotations
 

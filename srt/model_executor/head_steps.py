@@ -126,6 +126,11 @@ class HeadSteps:
         size = (self.whole.num_slots, num_columns)
         return torch.full(size, value, dtype=self._loaded.dtype, device=self._loaded.device)
 
+    def new_hidden(self, num_rows: int) -> torch.Tensor:
+        """Allocate the hidden states of this many tokens."""
+        size = (num_rows, self._loaded.config.layer.hidden_size)
+        return torch.zeros(size, dtype=self._loaded.dtype, device=self._loaded.device)
+
     def extend(self, slots: Ints, starts: Ints, ends: Ints, has_outputs: bool) -> torch.Tensor:
         """Compute the entries of positions `starts[i]` to `ends[i] - 1`, before which the model has run.
 

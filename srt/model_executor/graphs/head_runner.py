@@ -1,7 +1,8 @@
-"""Draft several tokens of each row with a head, all of its steps in one graph.
+"""Draft several tokens of each row with a head. A graph has one of its steps, so a row's number of drafts may be any.
 
 The first step computes the entries of all tokens that the model has accepted since the row last drafted, which the device alone knows. So
-each row has as many tokens in it as a step can accept, and those that are too many are padding.
+each row has as many tokens in it as a step can accept, and those that are too many are padding. It has a graph of its own. So have draws,
+for each kind of sampling: one graph of all steps for each kind would launch each kernel of the layer as often as steps and kinds ask for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
 SLOTS, MOST, STARTS = range(3)  # rows of the staged numbers, which have a column for each row
+POSITIONS, LEFT = (
+    1,
+    2,
+)  # rows of the present step's numbers, behind SLOTS: of last tokens, and how many drafts each row still gets
 ON_DEVICE = -1  # the start of a row is what the device knows
 
 
@@ -38,6 +43,8 @@ class HeadRunner(SizedGraphs):
         super().__init__(sizes, device, capture)
         self._steps, self._tables = steps, steps.whole
         self._num_steps = num_steps
+        self._rows = torch.zeros((3, self._tables.num_slots), dtype=torch.int64, device=device)  # of the present step
+        self._hidden = steps.new_hidden(self._tables.num_slots)  # of their last tokens
         self._starts = torch.ones_like(self._tables.seq_lens)  # first position of each slot whose entry is not computed
         self._staged = Staged(3, self._tables.num_slots, device)
         self.stage_padding(self._tables.num_slots)
@@ -50,8 +57,13 @@ class HeadRunner(SizedGraphs):
     def draft(self, slots: Ints, most: Ints, starts: Ints | int, kind: SamplingKind) -> None:
         """Draft `most[i]` tokens of row i, whose entries from `starts[i]` on are not computed."""
         self._stage(slots, most, starts)
-        _, parts = self.parts_for(len(slots))
-        parts[min(kind, SamplingKind.ADJUSTED)]()
+        _, (first, following, *samples) = self.parts_for(len(slots))
+        sample = samples[min(kind, SamplingKind.ADJUSTED)]
+        first()
+        sample()
+        for _ in range(int(most.max()) - 1):
+            following()
+            sample()
 
     def stage_padding(self, size: int) -> None:
         self._stage(NO_ROWS, NO_ROWS, NO_ROWS)
@@ -64,21 +76,41 @@ class HeadRunner(SizedGraphs):
         self._staged.send()
 
     def works(self, size: int) -> Sequence[Work]:
-        return [partial(self._run, size, kind) for kind in CAPTURED_KINDS]
+        samples = [partial(self._sample, size, kind) for kind in CAPTURED_KINDS]
+        return [partial(self._run_first, size), partial(self._run_following, size), *samples]
 
-    def _run(self, size: int, kind: SamplingKind) -> None:
-        steps, dummy = self._steps, self._tables.dummy_slot
+    def _run_first(self, size: int) -> None:
         slots, most, told = (self._staged.tensor[row, :size] for row in (SLOTS, MOST, STARTS))
         lengths = self._tables.seq_lens[slots]
-        hidden = self._catch_up(slots, lengths, most > 0, torch.where(told == ON_DEVICE, self._starts[slots], told))
-        for step in range(self._num_steps):
-            # Rows with fewer drafts are padding from then on.
-            step_slots = torch.where(most > step, slots, dummy)
-            positions = torch.where(most > step, lengths + step, 1)
-            if step:
-                hidden = steps.run_tokens(step_slots, positions, steps.next_features(hidden))
-            draws = steps.draw(kind, hidden, step_slots, positions + 1)
-            self._tables.write_tokens(step_slots, positions + 1, draws.ids)
+        starts = torch.where(told == ON_DEVICE, self._starts[slots], told)
+        self._hidden[:size].copy_(self._catch_up(slots, lengths, most > 0, starts))
+        rows = self._rows[:, :size]
+        rows[SLOTS].copy_(slots)
+        rows[POSITIONS].copy_(lengths)
+        rows[LEFT].copy_(most)
+        self._pad(size)
+
+    def _run_following(self, size: int) -> None:
+        rows, hidden = self._rows[:, :size], self._hidden[:size]
+        rows[POSITIONS].add_(1)
+        rows[LEFT].sub_(1)
+        self._pad(size)
+        features = self._steps.next_features(hidden)
+        hidden.copy_(self._steps.run_tokens(rows[SLOTS], rows[POSITIONS], features))
+
+    def _pad(self, size: int) -> None:
+        """Make padding of the rows that have all of their drafts."""
+        slots, positions, left = self._rows[:, :size]
+        is_done = left <= 0
+        slots.masked_fill_(is_done, self._tables.dummy_slot)
+        positions.masked_fill_(is_done, 1)
+
+    def _sample(self, size: int, kind: SamplingKind) -> None:
+        """Draw behind the rows' last tokens."""
+        slots, positions, _ = self._rows[:, :size]
+        places = positions + 1
+        draws = self._steps.draw(kind, self._hidden[:size], slots, places)
+        self._tables.write_tokens(slots, places, draws.ids)
 
     def _catch_up(
         self, slots: torch.Tensor, lengths: torch.Tensor, is_drafting: torch.Tensor, starts: torch.Tensor
