@@ -38,8 +38,11 @@ from srt.utils.eagle3_config import Eagle3Config, served_head
 from srt.utils.model_config import ModelConfig
 from srt.utils.mtp_config import served_mtp
 
-VERIFY_SIZES = (2, 4, 5, 8, 10, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of tokens to capture
-DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of rows to capture
+VERIFY_SIZES = (16, 24, 32, 64, 96, 128, 192, 256)
+"""Numbers of tokens to capture, beside those of one row and of two. Products have tiles of 16, 32 and 64 rows, so up to 64 tokens padding
+costs them nothing. Up to 32 attention splits a token's keys the less, the more tokens there are; from 48 on it reads them by rows."""
+DRAFT_SIZES = (1, 4, 8, 16, 32, 64, 128)
+"""Numbers of rows to capture. One row has kernels of its own; two take as long as four."""
 
 
 def load_drafter(loaded: LoadedModel) -> tuple[LoadedModel, LoadedModel | None]:
@@ -137,10 +140,13 @@ def graph_speculating_runner(
 ) -> GraphSpeculatingRunner:
     """Create the runner of a server on a GPU that speculates. Its graphs are added to `graphs`."""
     num_drafts, max_tokens = loaded.args.num_drafts, most_verified_tokens(loaded.args)
-    verifier = VerifyRunner(loaded, state, max_tokens, 1 + num_drafts, _sizes_up_to(max_tokens, VERIFY_SIZES), capture)
+    verifier = VerifyRunner(
+        loaded, state, max_tokens, 1 + num_drafts, verify_sizes(1 + num_drafts, max_tokens), capture
+    )
     drafter: DeviceDrafter
+    sizes = draft_sizes(state.num_slots, max_tokens)
     if loaded.head is not None:
-        head_steps, sizes = HeadSteps(loaded.head, state), _sizes_up_to(state.num_slots, DRAFT_SIZES)
+        head_steps = HeadSteps(loaded.head, state)
         head = HeadRunner(head_steps, num_drafts, loaded.device, sizes, capture)
         drafter = GraphHeadDrafter(head_steps, head, state.num_slots)
         head.run_padding(1)
@@ -150,7 +156,6 @@ def graph_speculating_runner(
         drafter.run_padding()
     else:
         small_state = drafting_state(small, state)
-        sizes = _sizes_up_to(state.num_slots, DRAFT_SIZES)
         steps = DraftRunner(small, small_state, state.req_to_token_pool.seq_lens, sizes, capture)
         drafter = GraphDrafter(
             ModelRunner(small, small_state, StepSampler(small, small_state), StepGraphs(small)), steps
@@ -167,6 +172,19 @@ def graph_speculating_runner(
 def _match_windows(loaded: LoadedModel) -> tuple[int, int]:
     args = loaded.args
     return args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+
+
+def verify_sizes(row_tokens: int, max_tokens: int) -> list[int]:
+    """Return the numbers of tokens to capture for steps that verify up to `row_tokens` tokens of a row.
+
+    One row and two with all of their drafts have sizes of their own: beside much padding, few programs would read the keys of a long row.
+    """
+    return _sizes_up_to(max_tokens, (row_tokens, 2 * row_tokens, *VERIFY_SIZES))
+
+
+def draft_sizes(num_slots: int, max_tokens: int) -> list[int]:
+    """Return the numbers of rows to capture for what drafts. Of a step's `max_tokens` tokens, a row that drafts has two or more."""
+    return _sizes_up_to(min(num_slots, max_tokens // 2), DRAFT_SIZES)
 
 
 def _sizes_up_to(most: int, sizes: tuple[int, ...]) -> list[int]:

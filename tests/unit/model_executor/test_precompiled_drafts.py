@@ -20,7 +20,7 @@ from srt.model_executor.startup import precompile as precompile_module
 from srt.model_executor.startup import start_drafter
 from srt.model_executor.startup.kernel_record import KernelRecord
 from srt.model_executor.startup.precompile import drafter_key, precompile
-from srt.model_executor.startup.start_drafter import load_drafter
+from srt.model_executor.startup.start_drafter import draft_sizes, load_drafter, verify_sizes
 from srt.model_executor.startup.start_runner import build_runner
 from srt.model_executor.startup.warm_up import warm_up
 from srt.server_args import ServerArgs
@@ -173,3 +173,29 @@ def test_the_memory_of_what_drafts_is_gone_when_all_is_asked_for(
         assert [one() for one in logits] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "max_tokens", "sizes"),
+    [
+        (4, 256, [4, 8, 16, 24, 32, 64, 96, 128, 192, 256]),
+        (5, 256, [5, 10, 16, 24, 32, 64, 96, 128, 192, 256]),
+        (8, 256, [8, 16, 24, 32, 64, 96, 128, 192, 256]),
+        (4, 24, [4, 8, 16, 24]),
+        (4, 4, [4]),
+        (200, 256, [16, 24, 32, 64, 96, 128, 192, 200, 256]),
+    ],
+)
+def test_one_row_and_two_with_all_drafts_are_verified_without_padding(
+    row_tokens: int, max_tokens: int, sizes: list[int]
+) -> None:
+    assert verify_sizes(row_tokens, max_tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "max_tokens", "sizes"),
+    [(256, 256, [1, 4, 8, 16, 32, 64, 128]), (6, 24, [1, 4, 6]), (1, 4, [1]), (48, 192, [1, 4, 8, 16, 32, 48])],
+)
+def test_no_more_rows_draft_than_a_step_can_verify(num_slots: int, max_tokens: int, sizes: list[int]) -> None:
+    """A row that drafts has two tokens or more."""
+    assert draft_sizes(num_slots, max_tokens) == sizes
