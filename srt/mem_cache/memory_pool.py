@@ -10,7 +10,8 @@ positions behind the window are outdated: their pages may be another request's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -193,6 +194,11 @@ OUTPUT: Final = -1
 """In place of a layer's number: what the model gives behind its last norm."""
 
 
+def taps_within(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return these taps for a model of which only this many layers run: the last of them in place of those that do not."""
+    return tuple(min(tap, num_layers - 1) for tap in taps)
+
+
 class FeaturePool:
     """Hidden states of some layers of a model, fused to one vector for each token, by flat location.
 
@@ -236,6 +242,16 @@ class FeaturePool:
         if layer == max(self.taps):
             self.memory.index_copy_(0, locations, self._fuse(self._inputs))
             self._inputs = None
+
+    @contextmanager
+    def of_shortened(self, num_layers: int) -> Iterator[None]:
+        """Inside, only this many of the model's layers run: the input of the last one serves for those of layers that do not."""
+        taps = self.taps
+        self.taps = taps_within(taps, num_layers)
+        try:
+            yield
+        finally:
+            self.taps = taps
 
     def note_output(self, hidden: torch.Tensor, locations: torch.Tensor) -> None:
         """Store the model's output [tokens, hidden size], if it is tapped."""

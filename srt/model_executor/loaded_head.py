@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from srt.layers.attention.base import AttentionBackend
-from srt.mem_cache.memory_pool import FeaturePool, FuseWeights, KVHeads, MHATokenToKVPool, MLATokenToKVPool
+from srt.mem_cache.memory_pool import (
+    FeaturePool,
+    FuseWeights,
+    KVHeads,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    taps_within,
+)
 from srt.models.eagle3 import Eagle3Head
 from srt.models.mtp import MtpHead
 from srt.utils.eagle3_config import Eagle3Config
@@ -35,7 +42,7 @@ class LoadedHead:
 
     def of_shortened(self, num_layers: int) -> LoadedHead:
         """Return the head as one of a model of which only this many layers run: it reads the inputs of the last one instead."""
-        return replace(self, taps=tuple(min(tap, num_layers - 1) for tap in self.taps))
+        return replace(self, taps=taps_within(self.taps, num_layers))
 
     def new_pool(self, num_locations: int) -> MHATokenToKVPool:
         """Allocate the memory of keys and values. Its pages have one entry; the last is the dummy page."""

@@ -25,7 +25,7 @@ class Recorder:
         self.num_captures = 0
         self.num_replays = 0
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
         (replay,) = self.pieces(lambda cut: work())
         return replay
 

@@ -6,6 +6,7 @@ import gc
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,8 @@ PADDED_STEPS = 200  # this many steps padded to a near graph lose as much time a
 class Capture(Protocol):
     """Runs work and returns a function that repeats it on the same tensors."""
 
-    def __call__(self, work: Work) -> Work: ...
+    def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
+        """Capture `work`. `warm_up` runs before, and must use each kernel that the work uses; by default it is the work itself."""
 
     def pieces(self, work: Callable[[Work], None]) -> list[Work]:
         """Capture `work` in pieces, and return a function that repeats each. The work calls `cut` between two pieces."""
@@ -76,9 +78,9 @@ class CudaGraphRunner:
         sizes: Sequence[int],
         pads: bool,
         works: Callable[[int], Sequence[Work]],
-        capture: Capture,
+        capture: Callable[[Work], Work],
     ) -> None:
-        """`works(size)` returns the parts of a step of `size` rows. Each becomes a graph, and reads and writes fixed buffers."""
+        """`works(size)` returns the parts of a step of `size` rows. `capture` makes a graph of each; they read and write fixed buffers."""
         self.sizes = tuple(sorted(sizes))
         self._pads = pads
         self._works = works
@@ -144,12 +146,13 @@ class GraphCapture:
         self._stream = torch.cuda.Stream(device)
         self._pool = pool or torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Work) -> Work:
-        (replay,) = self.pieces(lambda cut: work())
+    def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
+        (replay,) = self.pieces(lambda cut: work(), warm_up)
         return replay
 
-    def pieces(self, work: Callable[[Work], None]) -> list[Work]:
+    def pieces(self, work: Callable[[Work], None], warm_up: Work | None = None) -> list[Work]:
         """Capture `work` in pieces, and return a function that repeats each. The work calls `cut` between two pieces."""
+        warm_up = warm_up or partial(work, lambda: None)
         graphs: list[torch.cuda.CUDAGraph] = []
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
@@ -158,7 +161,7 @@ class GraphCapture:
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(NUM_WARM_UPS):
-                    work(lambda: None)
+                    warm_up()
                 self._stream.synchronize()
                 self._begin(graphs)
                 try:

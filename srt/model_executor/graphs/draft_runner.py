@@ -8,6 +8,7 @@ behind both: a capture launches all kernels of the layers, so a graph of layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -71,6 +72,9 @@ class DraftRunner(SizedGraphs):
         host[SLOTS, :num_rows], host[SLOTS, num_rows:] = slots, self._tables.dummy_slot
         host[MOST, :num_rows], host[MOST, num_rows:] = most, 0
         self._staged.send()
+
+    def shortened(self) -> AbstractContextManager[None]:
+        return self._tokens.shortened()
 
     def works(self, size: int) -> Sequence[Work]:
         samples = [partial(self._sample, size, kind) for kind in CAPTURED_KINDS]

@@ -6,6 +6,8 @@ newest ones before the kernels of its own step have ended, and here several keys
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,9 +51,18 @@ class RowTokens:
 
     def __init__(self, loaded: LoadedModel, state: DeviceState) -> None:
         self._model, self._backend = loaded.model, loaded.attn_backend
+        self._num_distinct, self._features = loaded.num_distinct_layers, state.token_to_kv_pool.features
         self._logits_processor = loaded.logits_processor
         self._tables: ReqToTokenPool = state.req_to_token_pool
         self._no_rows = ForwardBatch.empty(state.req_to_token_pool, state.token_to_kv_pool, loaded.attn_backend)
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Inside, run only as many layers as together use all kernels."""
+        features = self._features
+        of_features = nullcontext() if features is None else features.of_shortened(self._num_distinct)
+        with self._model.shortened(self._num_distinct), of_features:
+            yield
 
     def hidden_of(self, inputs: TokenInputs, rows: TokenRows | None = None, most_tokens: int = 1) -> torch.Tensor:
         """Return the hidden states [tokens, hidden size]. Never waits for a GPU, so a graph can hold it.

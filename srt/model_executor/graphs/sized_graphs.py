@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -22,11 +24,23 @@ class SizedGraphs(ABC):
         self._device = device
         self._graphs: CudaGraphRunner | None = None
         if capture is not None and sizes:
-            self._graphs = CudaGraphRunner(self.sizes, True, self.works, capture)
+            captured = partial(self._captured, capture)
+            self._graphs = CudaGraphRunner(self.sizes, True, self.works, captured)
 
     @abstractmethod
     def works(self, size: int) -> Sequence[Work]:
         """Return the parts of a step of this size. They read and write memory at fixed addresses."""
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Inside, works do less, but launch all of their kernels."""
+        return nullcontext()
+
+    def _captured(self, capture: Capture, work: Work) -> Work:
+        def warm_up() -> None:
+            with self.shortened():
+                work()
+
+        return capture(work, warm_up)
 
     @abstractmethod
     def stage_padding(self, size: int) -> None:
@@ -41,10 +55,11 @@ class SizedGraphs(ABC):
         return size, graphs.replays_of(size)
 
     def run_padding(self, size: int) -> None:
-        """Run everything once without a graph, so that kernels are compiled and libraries have loaded theirs."""
+        """Run each work, shortened, without a graph, so that kernels are compiled and libraries have loaded theirs."""
         self.stage_padding(size)
-        for work in self.works(size):
-            work()
+        with self.shortened():
+            for work in self.works(size):
+                work()
 
     def precompile(self) -> Iterator[tuple[str, int]]:
         """Run the work of each graph, then yield its name; in the order in which graphs are captured."""

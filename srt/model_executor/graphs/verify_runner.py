@@ -6,6 +6,7 @@ A step has some number of tokens, whatever the rows that they belong to. So grap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -116,6 +117,9 @@ class VerifyRunner(SizedGraphs):
     def next_positions(self, size: int) -> torch.Tensor:
         """Return the positions of the draws behind the first `size` tokens of the step whose logits were computed last."""
         return self._gathered.seq_lens[:size]
+
+    def shortened(self) -> AbstractContextManager[None]:
+        return self._tokens.shortened()
 
     def works(self, size: int) -> Sequence[Work]:
         return [partial(self._run_forward, size), *(partial(self._run_sample, size, kind) for kind in CAPTURED_KINDS)]

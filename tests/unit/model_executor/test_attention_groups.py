@@ -192,8 +192,8 @@ class Failing(Recorder):
         super().__init__()
         self._left = number
 
-    def __call__(self, work: Work) -> Work:
-        replay = super().__call__(work)
+    def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
+        replay = super().__call__(work, warm_up)
         self._left -= 1
         if not self._left:
             raise RuntimeError("out of memory")

@@ -323,7 +323,7 @@ def test_threads_compile_nothing_for_graphs_that_nobody_captures_any_more(
     checkpoint: CheckpointFactory, slow_compilers: type[SlowCompilers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Recorder):
-        def __call__(self, work: Work) -> Work:
+        def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
             raise RuntimeError("no graphs here")
 
     runner = precompiling_runner(checkpoint("qwen3"), capture=Broken(), **OPTIONS)

@@ -13,7 +13,10 @@ import torch
 
 from srt.kernels.build.precompile import Compilers, precompiling
 from srt.model_executor.graphs import verify_runner
+from srt.model_executor.graphs.cuda_graph_runner import Work
 from srt.model_executor.graphs.graph_kernels import Graph, GraphKernels
+from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS
+from srt.model_executor.graphs.sized_graphs import SizedGraphs
 from srt.model_executor.graphs.verify_runner import VerifyRunner
 from srt.model_executor.loaded_model import LoadedModel, load_model
 from srt.model_executor.startup import precompile as precompile_module
@@ -52,15 +55,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> AskedKernels:
     return launch_kernels_of_gpus(monkeypatch)
 
 
-def load(checkpoint: CheckpointFactory, algorithm: str, tmp_path: Path) -> tuple[LoadedModel, LoadedModel | None]:
+def load(
+    checkpoint: CheckpointFactory, algorithm: str, tmp_path: Path, num_layers: int = 2
+) -> tuple[LoadedModel, LoadedModel | None]:
     """A model of a few layers, and what drafts for it, which differs from it in its sizes."""
-    folder, draft = checkpoint("qwen3"), None
+    folder, draft = checkpoint("qwen3", num_layers=num_layers), None
     if algorithm == "STANDALONE":
-        draft = checkpoint("llama")
+        draft = checkpoint("llama", num_layers=num_layers)
     elif algorithm == "EAGLE3":
         draft = make_head(folder, tmp_path / "head", draft_vocab=96)
     elif algorithm == "NEXTN":
-        folder = add_mtp_layer(checkpoint("deepseek_v3", tied=False), tmp_path / "mtp")
+        folder = add_mtp_layer(checkpoint("deepseek_v3", tied=False, num_layers=num_layers), tmp_path / "mtp")
         draft = folder
     args = ServerArgs(
         model_path=str(folder),
@@ -107,6 +112,55 @@ def test_each_graph_waits_for_all_kernels_that_it_launches(
     late = late_kernels(loaded, small, kernels, asked)
     assert list(late) == names, "kernels are compiled in the order in which graphs need them"
     assert {graph: some for graph, some in late.items() if some} == {}
+
+
+class WarmedUp(Recorder):
+    """Notes the kernels that captures launch without having launched them in their warm-ups, and the numbers of launches of both."""
+
+    def __init__(self, asked: AskedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._asked, self._ask, self._num_launched = asked, asked.ask, 0
+        self.late = set[str]()
+        self.num_launched: list[tuple[int, int]] = []
+        monkeypatch.setattr(asked, "ask", self._count)
+
+    def _count(self, *given: Any, **options: Any) -> None:
+        self._num_launched += 1
+        self._ask(*given, **options)
+
+    def _launched_by(self, work: Work) -> tuple[set[str], int]:
+        self._asked.pop()
+        before = self._num_launched
+        work()
+        return self._asked.pop(), self._num_launched - before
+
+    def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
+        assert warm_up is not None
+        (warmed, num_warmed), (launched, num_launched) = self._launched_by(warm_up), self._launched_by(work)
+        self.late |= launched - warmed
+        self.num_launched.append((num_warmed, num_launched))
+        return work
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE", "EAGLE3"])
+def test_a_warm_up_of_few_layers_launches_each_kernel_of_the_capture(
+    checkpoint: CheckpointFactory, tmp_path: Path, asked: AskedKernels, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    loaded, small = load(checkpoint, algorithm, tmp_path, num_layers=6)
+    capture = WarmedUp(asked, monkeypatch)
+    with precompiling(Compilers(1)), torch.inference_mode():
+        runner = build_runner(loaded, GraphKernels(), capture, small=small)
+        for graphs in [one for one in runner.graphs._runners if isinstance(one, SizedGraphs)]:
+            capture.num_launched.clear()
+            graphs.capture_next()
+            whole = [few for few, many in capture.num_launched if few == many]
+            assert len(whole) == len(CAPTURED_KINDS) + 2 * (graphs.name == "head"), "draws, and a head's one layer"
+            assert all(2 * few < many for few, many in capture.num_launched if few != many), "two of six layers"
+            while graphs.num_left:
+                graphs.capture_next()
+    assert capture.late == set()
+    features = runner.state.token_to_kv_pool.features
+    assert (None if features is None else features.taps) == (None if loaded.head is None else loaded.head.taps)
 
 
 def test_kernels_that_were_not_foreseen_are_told_from_the_others(
