@@ -7,6 +7,8 @@ and the host hears which. It launches the next step before, if that has drafts o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -56,9 +58,11 @@ class GraphSpeculatingRunner(ModelRunner):
         most_drafts: int,
         *,
         may_rest: bool = True,
+        warming_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`may_rest` is that of `DraftLimits`."""
+        """`may_rest` is that of `DraftLimits`, and `warming_up` what the method of this name returns."""
         super().__init__(loaded, state, sampler, graphs)
+        self._warming_up = warming_up
         self._verifier = verifier
         self._drafter = drafter
         self._excess: Ints = np.zeros(state.num_slots, np.int64)
@@ -69,6 +73,9 @@ class GraphSpeculatingRunner(ModelRunner):
     @property
     def max_row_tokens(self) -> int:
         return 1 + self._most_drafts
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        return self._warming_up()
 
     def reset(self) -> None:
         super().reset()

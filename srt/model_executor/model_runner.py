@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -95,6 +95,10 @@ class ModelRunner:
         `masks`, if given, says which tokens some of the rows may draw.
         """
         return self._sample(step, masks)
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Inside, what drafts runs only as many layers as together use all of its kernels."""
+        return nullcontext()
 
     @torch.inference_mode()
     def reset(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -144,6 +146,7 @@ def graph_speculating_runner(
         loaded, state, max_tokens, 1 + num_drafts, verify_sizes(1 + num_drafts, max_tokens), capture
     )
     drafter: DeviceDrafter
+    warming_up: Callable[[], AbstractContextManager[None]] = nullcontext
     sizes = draft_sizes(state.num_slots, max_tokens)
     if loaded.head is not None:
         head_steps = HeadSteps(loaded.head, state)
@@ -160,13 +163,16 @@ def graph_speculating_runner(
         drafter = GraphDrafter(
             ModelRunner(small, small_state, StepSampler(small, small_state), StepGraphs(small)), steps
         )
+        warming_up = steps.shortened  # a head has one layer
         steps.run_padding(1)
         graphs.add(steps)
     verifier.run_padding(max_tokens)
     graphs.add(verifier)
     # A step of a smaller model or a head takes about as long for few rows as for some more.
     may_rest = small is None and loaded.head is None
-    return GraphSpeculatingRunner(loaded, state, sampler, graphs, verifier, drafter, num_drafts, may_rest=may_rest)
+    return GraphSpeculatingRunner(
+        loaded, state, sampler, graphs, verifier, drafter, num_drafts, may_rest=may_rest, warming_up=warming_up
+    )
 
 
 def _match_windows(loaded: LoadedModel) -> tuple[int, int]:

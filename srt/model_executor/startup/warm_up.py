@@ -28,7 +28,7 @@ of a group."""
 def warm_up(runner: ModelRunner) -> None:
     """Run requests through the whole model, prompt and next token, so that everything created at first use exists afterwards."""
     loaded, state = runner.loaded, runner.state
-    with loaded.memory.region("buffers"):
+    with loaded.memory.region("buffers"), runner.warming_up():
         requests = warm_up_requests(
             loaded.device.type, state.max_request_tokens, state.page_size, short_chunks(loaded.attention.prefill)
         )

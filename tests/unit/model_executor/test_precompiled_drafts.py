@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,7 @@ class WarmedUp(Recorder):
         self._num_launched += 1
         self._ask(*given, **options)
 
-    def _launched_by(self, work: Work) -> tuple[set[str], int]:
+    def launched_by(self, work: Work) -> tuple[set[str], int]:
         self._asked.pop()
         before = self._num_launched
         work()
@@ -136,7 +138,7 @@ class WarmedUp(Recorder):
 
     def __call__(self, work: Work, warm_up: Work | None = None) -> Work:
         assert warm_up is not None
-        (warmed, num_warmed), (launched, num_launched) = self._launched_by(warm_up), self._launched_by(work)
+        (warmed, num_warmed), (launched, num_launched) = self.launched_by(warm_up), self.launched_by(work)
         self.late |= launched - warmed
         self.num_launched.append((num_warmed, num_launched))
         return work
@@ -188,6 +190,23 @@ def test_a_start_waits_for_all_kernels_of_its_first_steps(
     launched = asked.pop()
     assert launched
     assert launched - waited_for == set()
+
+
+def test_a_start_warms_up_few_layers_of_a_smaller_model(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: AskedKernels
+) -> None:
+    loaded, small = load(checkpoint, "STANDALONE", tmp_path, num_layers=6)
+    counted = WarmedUp(asked, monkeypatch)
+    found = []
+    for is_whole in (False, True):
+        with precompiling(Compilers(1)):
+            runner = build_runner(loaded, GraphKernels(), Recorder(), small=small)
+            if is_whole:
+                monkeypatch.setattr(runner, "warming_up", nullcontext)
+            found.append(counted.launched_by(partial(warm_up, runner)))
+    (few_kernels, num_few), (kernels, num_launched) = found
+    assert few_kernels == kernels
+    assert num_few < num_launched
 
 
 def test_the_record_is_of_what_drafts_too(checkpoint: CheckpointFactory, tmp_path: Path, asked: AskedKernels) -> None:
