@@ -209,7 +209,7 @@ class ResidentVariant:
         attending = _WARPS if self.group <= 2 or is_packed else _WARPS // 2
         attention = 4 * (self.group * _HEAD_DIM + _HEAD_DIM + attending * self.group * (2 + _HEAD_DIM))
         norms = self._layers_ahead * (2 * 2 * self.hidden + 4 * _HEAD_DIM + 16 + 4 * 8)
-        scales = self._layers_ahead * self._scale_bytes + (256 if is_packed else 0)  # with zeros, and for alignment
+        scales = self._layers_ahead * self._scale_bytes + (128 + 2 * 128 if is_packed else 0)  # zeros, two alignments
         others = norms + scales + 4 * self.rows * _WARPS + max(x + parts, attention) + 64  # 64: for alignment
         return with_alignment(self.stages * (self._stage_bytes + 16) + others)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from srt.kernels.build.cuda_source import machine_code
+from srt.kernels.build.cuda_source import compile_source, machine_code
 from srt.kernels.build.hopper import ARCHITECTURE
 from srt.kernels.build.shared_memory import SHARED_BYTES
 from srt.kernels.decoder import resident_layers
@@ -47,9 +47,19 @@ def variant_of(
 
 
 def assert_compiles(variant: ResidentVariant) -> None:
-    # As large as the kernel says itself that its memory is, wherever that begins.
-    check = f'\nstatic_assert(sizeof(Memory) + 1008 <= {variant.shared_bytes}, "it needs more");'
-    assert machine_code(variant.source + check, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    assert machine_code(variant.source, variant.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    assert_requests_all_memory(variant)
+
+
+def assert_requests_all_memory(variant: ResidentVariant) -> None:
+    """Check that the requested bytes hold the kernel's own structure, wherever they begin, and that one more stage would be too many.
+
+    Only what defines the structure is compiled.
+    """
+    before, memory = variant.source.split("\nstruct Memory {\n")
+    struct = "\nstruct Memory {\n" + memory.split("\n};\n")[0] + "\n};\n"
+    check = f'static_assert(sizeof(Memory) + 1008 <= {variant.shared_bytes}, "it needs more");'
+    compile_source(before + struct + check, variant.constants, ARCHITECTURE)
     assert variant.shared_bytes <= SHARED_BYTES[90] < replace(variant, stages=variant.stages + 1).shared_bytes
 
 
@@ -75,6 +85,15 @@ def test_every_form_of_weights_compiles_and_finds_room(
     variant = variant_of(widths, form=form)
     assert variant is not None
     assert_compiles(variant)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("widths", SHAPES, ids=str)
+def test_every_form_of_every_shape_requests_all_memory(widths: Widths, form: Numbers) -> None:
+    for has_head_norm in (True, False):
+        variant = variant_of(widths, has_head_norm=has_head_norm, form=form)
+        assert variant is not None
+        assert_requests_all_memory(variant)
 
 
 def test_forms_whose_sums_would_have_several_scales_are_left_to_others() -> None:
