@@ -91,7 +91,7 @@ class TensorParallel:
         expert_groups: int = 1,
         exchange: SharedExperts | None = None,
     ) -> None:
-        """Join the group. `peers`, if given, serves small tensors. `exchange` connects it to other groups that share its experts."""
+        """Join the group. `peers`, if given, serves small tensors, and sums of large ones. `exchange` connects it to other groups."""
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert size % expert_groups == 0, f"{size} ranks in {expert_groups} groups"
         assert (group is None) == (size == 1), f"{size} ranks, group {group}"
@@ -114,6 +114,8 @@ class TensorParallel:
         if self._group is None:
             return x
         added = self.add_small(x)
+        if added is None and self._peers is not None:
+            added = self._peers.add_large(x)
         return self.add(self._gather(x)) if added is None else added
 
     def add_small(self, x: Tensor) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""Exchange small tensors between the ranks of one host through memory that they write for each other, faster than NCCL.
+"""Exchange tensors between the ranks of one host through memory that they write for each other, faster than NCCL.
 
-srt/kernels/collectives/peer_sum.cu explains the protocol and why it is correct. This file owns the memory; `peer_setup.py` makes
-the ranks agree on it. Importing this module imports Triton.
+srt/kernels/collectives/peer_sum.cu and large_sum.cu explain the protocols and why they are correct. This file owns the memory;
+`peer_setup.py` makes the ranks agree on it. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES, MappedMemory
+from srt.kernels.collectives import large_sum
+from srt.kernels.collectives.large_sum import PROGRAMS, LargeMail, LargeSums
 from srt.kernels.collectives.peer_sum import (
     BOXES,
+    MOST_BYTES,
     Mail,
     add_parts,
     add_parts_and_norm,
@@ -32,7 +35,10 @@ _PROOF_BYTES: Final = 16
 
 
 class PeerMemory:
-    """Sums and gathers over the ranks' boxes. All ranks must call the same operations in the same order."""
+    """Sums and gathers over the ranks' boxes. All ranks must call the same operations in the same order.
+
+    Small tensors have boxes of their own. Large ones can only be added up, and only if the boxes were opened for them.
+    """
 
     def __init__(self, boxes: Boxes, device: torch.device, timeout_s: float) -> None:
         self._boxes = boxes
@@ -48,16 +54,40 @@ class PeerMemory:
             patience_ns=int(timeout_s * 1e9),
             rank=boxes.rank,
         )
+        self._large_runs = torch.ones(PROGRAMS, dtype=torch.int64, device=device)
+        self._large = self._large_sums() if boxes.most_large_bytes else None
+
+    def _large_sums(self) -> LargeSums:
+        boxes, first = self._boxes, memory_bytes(self._size)
+        mail = LargeMail(
+            memories=tuple(address + first for address in boxes.addresses),
+            runs=self._large_runs.data_ptr(),
+            missing=self._missing.data_ptr(),
+            patience_ns=int(self._timeout_s * 1e9),
+            box_bytes=large_sum.box_bytes(self._size, boxes.most_large_bytes),
+            rank=boxes.rank,
+        )
+        return LargeSums.of(mail, self._size, boxes.most_large_bytes)
 
     def add(self, x: Tensor) -> Tensor | None:
         """Return the sum over ranks, added in rank order in float32 and rounded once; None if the tensor is too large."""
         return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes, self._size) else None
 
+    def add_large(self, x: Tensor) -> Tensor | None:
+        """Return what `add` returns for tensors that are too large for it; None if they are not, or if there are no boxes for them."""
+        return self._large.add(x) if self._large is not None and self._is_large(x) else None
+
     def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Return (the norm of hidden + sum, hidden + sum) for [rows, columns]; None if one launch cannot do it."""
-        if not is_normable(x.dtype, len(x), x.shape[1] * x.itemsize, self._size):
-            return None
-        return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
+        row_bytes = x.shape[1] * x.itemsize
+        if is_normable(x.dtype, len(x), row_bytes, self._size):
+            return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
+        if self._large is not None and self._is_large(x) and large_sum.is_normable(row_bytes):
+            return self._large.add_and_norm(x, hidden, weight, eps)
+        return None
+
+    def _is_large(self, x: Tensor) -> bool:
+        return x.nbytes > MOST_BYTES and large_sum.is_summable(x.dtype, x.nbytes)
 
     def gather(self, x: Tensor) -> Tensor | None:
         """Return [ranks, *x.shape]; None if the tensor is too large."""
@@ -82,9 +112,13 @@ class PeerMemory:
 class Boxes:
     """Memory of this rank for its peers, and the peers' memory as mapped here."""
 
-    def __init__(self, memory: MappedMemory | None, rank: int, size: int, first_run: int) -> None:
+    def __init__(
+        self, memory: MappedMemory | None, rank: int, size: int, first_run: int, most_large_bytes: int = 0
+    ) -> None:
         self.rank = rank
         self.first_run = first_run
+        self.most_large_bytes = most_large_bytes
+        """Bytes of a large tensor that are added up in one launch; 0: large tensors have no boxes."""
         self.addresses = [0] * size
         """The address of every rank's box; 0 if it has none."""
         self._memory = memory
@@ -94,7 +128,10 @@ class Boxes:
         memory, rank = self._memory, self.rank
         if memory is None:
             raise RuntimeError("there is no kernel for its GPU")
-        own = self.addresses[rank] = memory.allocate(memory_bytes(len(self.addresses)), (self.first_run - 1) % 2**32)
+        size = len(self.addresses)
+        num_bytes = memory_bytes(size) + large_sum.memory_bytes(size, self.most_large_bytes)
+        # In the boxes of large tensors the numbers of runs have 64 bits, and this word twice is not one that they reach.
+        own = self.addresses[rank] = memory.allocate(num_bytes, (self.first_run - 1) % 2**32)
         proof = os.urandom(_PROOF_BYTES)
         memory.write(own + own_place(rank), proof)
         return memory.handle_of(own) + memory.location + proof

@@ -23,16 +23,21 @@ class Disagreement(Exception):
 
 
 def open_peer_memory(
-    tp: TensorParallel, find_memory: Callable[[], MappedMemory | None], timeout_s: float, first_run: int = 1
+    tp: TensorParallel,
+    find_memory: Callable[[], MappedMemory | None],
+    timeout_s: float,
+    first_run: int = 1,
+    most_large_bytes: int = 0,
 ) -> PeerMemory | None:
     """Return memory that all ranks can write, or None on every rank if one rank cannot take part; rank 0 logs which one and why.
 
     `find_memory` returns None if this rank has no kernel for it; it is not called if there are more than MOST_RANKS ranks. A rank that
-    waits longer than `timeout_s` for a peer gives up. Runs are counted from `first_run` in 32 bits.
+    waits longer than `timeout_s` for a peer gives up. Runs are counted from `first_run` in 32 bits. With `most_large_bytes`, which is the
+    same on all ranks, large tensors are added up too, up to so many bytes in a launch.
     """
     if tp.size > MOST_RANKS:
         return None
-    boxes = Boxes(find_memory(), tp.rank, tp.size, first_run)
+    boxes = Boxes(find_memory(), tp.rank, tp.size, first_run, most_large_bytes)
 
     def gather(x: Tensor) -> Tensor:
         return tp.all_gather(x.to(tp.device).unsqueeze(0), dim=0).cpu()
@@ -45,7 +50,7 @@ def open_peer_memory(
         tp.min_int(0)  # a barrier: after it no peer maps our box
         boxes.free()
         if tp.rank == 0:
-            logger.info("Small sums over GPUs go through NCCL: %s", error)
+            logger.info("Sums over GPUs go through NCCL: %s", error)
         return None
     return PeerMemory(boxes, tp.device, timeout_s)
 

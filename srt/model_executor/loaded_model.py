@@ -354,6 +354,13 @@ def link_stages(args: ServerArgs, config: ModelConfig, pipeline: Pipeline, devic
     open_device_links(pipeline, sizes, device, args.dist_timeout)
 
 
+def most_sum_bytes(args: ServerArgs, config: ModelConfig) -> int:
+    """Return the bytes of the hidden states of the largest step, which are the largest tensors that ranks add up."""
+    prompt_tokens = config.context_length if args.prefill_chunk == -1 else args.prefill_chunk
+    tokens = min(prompt_tokens, config.context_length) + args.max_running_requests
+    return tokens * config.hidden_size * resolve_dtype(args, config).itemsize
+
+
 def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
     """Return the type of weights and activations: that of --dtype, or the checkpoint's."""
     name = config.torch_dtype if args.dtype == "auto" else args.dtype

@@ -204,9 +204,9 @@ def test_two_ranks_of_a_real_shape_say_what_one_says_of_the_same_tokens() -> Non
     check_real_shape((1, 2, 6, 40, 100), tp_size=2)
 
 
-def run_ranks(case: str, folder: Path, size: int) -> None:
-    """One of tests.gpu.peer_ranks' cases, on all ranks."""
-    command = [sys.executable, "-m", "tests.gpu.peer_ranks", case]
+def run_ranks(case: str, folder: Path, size: int, module: str = "tests.gpu.peer_ranks") -> None:
+    """One of this module's cases, on all ranks."""
+    command = [sys.executable, "-m", module, case]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(size), str(folder / "rendezvous")],

@@ -17,6 +17,7 @@ import torch
 from srt.kernels.build.hopper import launch, source_of
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
+SUMMANDS: Final = Path(__file__).with_name("summands.cuh")
 LETTERS: Final = 512
 """Number of letters in a box, and of threads in the program that fills it."""
 LETTER_BYTES: Final = 8
@@ -30,7 +31,7 @@ MOST_BYTES: Final = BOXES * LETTERS * LETTER_BYTES
 MOST_RANKS: Final = 8
 _MANY_RANKS: Final = 5
 """With this many ranks or more, each sends so many copies that NCCL may be faster above a quarter of MOST_BYTES."""
-_KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+KINDS: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class PeerKernel:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE)
+        return source_of(_SOURCE, 0, SUMMANDS)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -60,9 +61,9 @@ class PeerKernel:
             "LETTERS": LETTERS,
             "GATHERS": int(self.dtype is None),
             "NORMS": int(self.is_normed),
-            "KIND": 0 if self.dtype is None else _KINDS[self.dtype],
-            "FLOAT16": _KINDS[torch.float16],
-            "FLOAT32": _KINDS[torch.float32],
+            "KIND": 0 if self.dtype is None else KINDS[self.dtype],
+            "FLOAT16": KINDS[torch.float16],
+            "FLOAT32": KINDS[torch.float32],
         }
 
 
@@ -98,7 +99,7 @@ def own_place(rank: int) -> int:
 
 
 def is_summable(dtype: torch.dtype, num_bytes: int, ranks: int) -> bool:
-    return dtype in _KINDS and is_gatherable(num_bytes, ranks)
+    return dtype in KINDS and is_gatherable(num_bytes, ranks)
 
 
 def is_gatherable(num_bytes: int, ranks: int) -> bool:

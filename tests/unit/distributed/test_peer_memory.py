@@ -15,6 +15,8 @@ from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.peer_memory import PeerMemory
 from srt.distributed.peer_setup import open_peer_memory
+from srt.kernels.collectives import large_sum
+from srt.kernels.collectives.large_sum import boxed_bytes
 from srt.kernels.collectives.peer_sum import memory_bytes
 from tests.support.ranks import run_ranks
 
@@ -137,6 +139,25 @@ def test_every_rank_maps_all_others_and_unmaps_them_in_the_end(size: int, tmp_pa
     assert [len(block) for block in host.blocks.values()] == [memory_bytes(size)] * size, "others may map it to the end"
 
 
+def test_large_sums_have_their_boxes_behind_those_of_small_tensors(tmp_path: Path) -> None:
+    host, most_bytes = Host(), boxed_bytes(2, 3 << 20)
+
+    def work(tp: TensorParallel) -> tuple[int, bool]:
+        memory = FakeMemory(host, tp.rank)
+        peers = open_peer_memory(tp, lambda: memory, timeout_s=1, most_large_bytes=most_bytes)
+        assert peers is not None and peers._large is not None
+        tp.min_int(0)
+        mail, small = peers._large.mail, peers._mail
+        places = [mail.memories[rank] - small.memories[rank] for rank in range(tp.size)]
+        tp.min_int(0)
+        peers.close()
+        return places[0], places == [memory_bytes(tp.size)] * tp.size and mail.rank == tp.rank
+
+    assert run_ranks(2, tmp_path, work) == [(memory_bytes(2), True)] * 2
+    sizes = [len(block) for block in host.blocks.values()]
+    assert sizes == [memory_bytes(2) + large_sum.memory_bytes(2, most_bytes)] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -159,7 +180,7 @@ def test_where_one_rank_cannot_all_use_nccl_and_one_line_says_why(
 
     with caplog.at_level(logging.INFO):
         assert open_on(3, tmp_path, host, memory_of) == [False] * 3
-    assert caplog.messages == [f"Small sums over GPUs go through NCCL: rank 2: {said}"]
+    assert caplog.messages == [f"Sums over GPUs go through NCCL: rank 2: {said}"]
     assert host.num_mapped == 0 and not host.blocks, "nothing is left behind"
 
 
@@ -168,7 +189,7 @@ def test_more_ranks_than_the_kernel_knows_use_nccl(tmp_path: Path) -> None:
     assert open_on(9, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [False] * 9
 
 
-def test_peers_add_what_is_small_in_precompiling_too(tmp_path: Path) -> None:
+def test_peers_add_what_is_small_or_large_in_precompiling_too(tmp_path: Path) -> None:
     class Recorder:
         """Of what is asked."""
 
@@ -181,6 +202,10 @@ def test_peers_add_what_is_small_in_precompiling_too(tmp_path: Path) -> None:
             self.asked.append("add")
             return x + 1 if x.nbytes <= 8 else None
 
+        def add_large(self, x: torch.Tensor) -> torch.Tensor | None:
+            self.asked.append("add large")
+            return x + 2 if x.nbytes > 16 else None
+
         def gather(self, x: torch.Tensor) -> torch.Tensor | None:
             self.asked.append("gather")
             return None
@@ -191,16 +216,21 @@ def test_peers_add_what_is_small_in_precompiling_too(tmp_path: Path) -> None:
     def work(tp: TensorParallel) -> tuple[list[list[float]], list[str]]:
         recorder = Recorder()
         other = TensorParallel(tp.rank, tp.size, tp._group, tp.device, recorder)  # type: ignore[arg-type]  # which is asked the same
-        few, many = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])
+        few, many, most = (
+            torch.tensor([1.0, 2.0]),
+            torch.tensor([1.0, 2.0, 3.0]),
+            torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
+        )
         sums = [other.all_reduce(few).tolist(), other.all_reduce(many).tolist(), other.all_gather(few).tolist()]
         with other.alone():
-            sums.append(other.all_reduce(few).tolist())
+            sums += [other.all_reduce(few).tolist(), other.all_reduce(most).tolist()]
         tp.min_int(0)
         other.close()
         other.close()
         return sums, recorder.asked
 
-    expected = [[2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 2.0, 1.0, 2.0], [2.0, 3.0]], ["add", "add", "gather", "add", "close"]
+    asked = ["add", "add", "add large", "gather", "add", "add", "add large", "close"]
+    expected = [[2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 2.0, 1.0, 2.0], [2.0, 3.0], [3.0, 4.0, 5.0, 6.0, 7.0]], asked
     assert run_ranks(2, tmp_path, work) == [expected] * 2
 
 

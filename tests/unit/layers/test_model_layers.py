@@ -106,6 +106,9 @@ class OneLaunch:
     def add(self, x: Tensor) -> Tensor | None:
         return None
 
+    def add_large(self, x: Tensor) -> Tensor | None:
+        return None
+
     def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         if len(x) == 1:
             return None
