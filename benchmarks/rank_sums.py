@@ -4,6 +4,7 @@
 
 A decode step has two in each layer. On GPUs they are timed in a CUDA graph, as steps have them, on the slowest rank; each rank checks its
 result to the bit. The limit is what a rank sends to all others at the rate of a copy between two GPUs, which is measured first.
+`large_sums.py` measures those of prompts.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def copied_bytes_s(device: torch.device) -> float | None:
     return COPIED / min(times)
 
 
+def by_memory(tp: TensorParallel, x: Tensor) -> bool:
+    return tp._peers is not None and (tp._peers.add(x) is not None or tp._peers.add_large(x) is not None)
+
+
 def measure(rank: int, options: argparse.Namespace) -> None:
     """On one rank. The first one prints."""
     has_gpus = torch.cuda.device_count() >= options.ranks
@@ -96,8 +101,10 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     backend: Backend = "nccl" if has_gpus else "gloo"
 
     def join(name: str, maps_peers: bool) -> TensorParallel:
-        meeting = str(Path(options.folder) / name)
-        return init_tensor_parallel(rank, options.ranks, meeting, backend, device, TIMEOUT_S, maps_peers)
+        meeting, most = str(Path(options.folder) / name), 2 * max(options.rows) * options.width
+        return init_tensor_parallel(
+            rank, options.ranks, meeting, backend, device, TIMEOUT_S, maps_peers, most_sum_bytes=most
+        )
 
     ways: dict[str, TensorParallel] = {backend: join("group", maps_peers=False)}
     if has_gpus:
@@ -110,7 +117,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     for rows in options.rows:
         x, expected = part_of(rank, rows, options.width, device), sum_of(options.ranks, rows, options.width, device)
         for way, tp in ways.items():
-            if way == "memory" and (tp._peers is None or tp._peers.add(x) is None):
+            if way == "memory" and not by_memory(tp, x):
                 continue  # it would go through the group
             if not torch.equal(tp.all_reduce(x), expected):
                 raise SystemExit(f"rank {rank}: a wrong sum of {rows} rows by {way}")

@@ -1,0 +1,30 @@
+"""The benchmark of prompt chunks: that it runs the same chunk each time, and which way sums go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from benchmarks.prompt_chunks import Chunks, choose_way
+from tests.support.checkpoints import CheckpointFactory
+from tests.support.runners import make_runner
+
+
+def test_a_chunk_draws_the_same_ids_each_time(checkpoint: CheckpointFactory) -> None:
+    runner = make_runner(checkpoint("qwen3"), 16, max_running_requests=3)
+    chunks = Chunks(runner, 40, 2)
+    assert chunks.num_tokens == 40
+    (took_s, drawn), (_, again) = chunks.run(2), chunks.run(1)
+    assert took_s > 0 and len(drawn) == 2 and drawn == again
+
+
+def test_sums_go_the_way_that_was_chosen_last() -> None:
+    class Peers(SimpleNamespace):
+        def add_and_norm(self, *_: object) -> str:
+            return "fused"
+
+    peers = Peers(_large="boxes")
+    found = []
+    for way in ("nccl", "sums", "fused", "sums", "nccl"):
+        choose_way(peers, "boxes", way)  # type: ignore[arg-type]  # which has what is changed
+        found.append((peers._large, peers.add_and_norm(1, 2)))
+    assert found == [(None, "fused"), ("boxes", None), ("boxes", "fused"), ("boxes", None), (None, "fused")]
