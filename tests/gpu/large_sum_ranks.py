@@ -168,13 +168,14 @@ def main(cases: str, rank: int, size: int, rendezvous: str) -> None:
     """Run the cases, which are divided by commas, each with memory of its own."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    groups = []  # none is left before the end: after `gone` the device would refuse what NCCL does then
     with torch.inference_mode():
         for case in cases.split(","):
             timeout_s, most = 3.0 if case == "gone" else 60.0, BOXED.get(case, BOXED["large"])
             begin_s = time.perf_counter()
-            CASES[case](
-                init_tensor_parallel(rank, size, f"{rendezvous}-{case}", "nccl", device, timeout_s, most_sum_bytes=most)
-            )  # graphs end before it does: NCCL would wait for them
+            point = f"{rendezvous}-{case}"
+            groups.append(init_tensor_parallel(rank, size, point, "nccl", device, timeout_s, most_sum_bytes=most))
+            CASES[case](groups[-1])  # graphs end before it does: NCCL would wait for them
             print(f"{case}: {time.perf_counter() - begin_s:.1f} s", flush=True)
     print("done", flush=True)
     os._exit(0)  # NCCL would wait for who is gone
