@@ -140,6 +140,7 @@ class LargeSums:
 
     def _launch(self, kernel: LargeKernel, x: torch.Tensor, row_words: int, whole: _Sum) -> None:
         """Launch the kernel for each piece of the tensor that fits the boxes. `whole` has the addresses of all but the part."""
+        assert self.is_divided or self.ranks == 2, f"the boxes of {self.ranks} ranks have no room for whole parts"
         part = x.contiguous()
         if part.data_ptr() % WORD_BYTES:
             part = part.clone()

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,12 @@ def test_steps_decide_whether_there_are_boxes() -> None:
     assert is_summable(torch.bfloat16, CHUNK_OF_8B) and not is_summable(torch.bfloat16, CHUNK_OF_8B + 2)
     assert not is_summable(torch.float64, CHUNK_OF_8B)
     assert is_normable(2 * 8192) and not is_normable(2 * 8200) and not is_normable(2 * 4097)
+
+
+def test_three_ranks_cannot_send_whole_parts_for_which_their_boxes_have_no_room() -> None:
+    whole = replace(LargeSums.of(LargeMail(), 3, CHUNK_OF_8B), is_divided=False)
+    with pytest.raises(AssertionError, match="no room"):
+        whole.add(torch.zeros(300, 4096).bfloat16())
 
 
 @pytest.mark.parametrize(("num_units", "most"), [(1, 1), (64, 64), (65, 64), (1000, 64), (7, 3)])
