@@ -3,7 +3,8 @@
     python -m benchmarks.large_sums [--ranks 2] [--rows 512,2048,8192] [--width 4096] [--choices]
 
     nccl              NCCL gathers the parts, and a kernel adds them; behind it the kernel that adds the residual stream and norms
-    whole, divided    one kernel that sends, receives and adds, in both of its ways; alone, and with the residual stream and the norm
+    whole, divided    one kernel that sends, receives and adds, in both of its ways; alone, and with the residual stream and the norm.
+                      Three or four ranks only divide
 
 All ways of a size take turns, in graphs of a few sums. The best round of each counts, on the slowest rank. Each rank checks the results:
 sums to the bit, norms to their precision. `--choices` also tries other numbers of programs that send, and units of other sizes.
@@ -53,7 +54,9 @@ class Ways:
         yield "nccl", lambda: (self._nccl.all_reduce(self._x), None)
         yield "nccl, norm", self._normed_behind_nccl
         large = self._large
-        for is_divided in (False, True):
+        for is_divided in sorted(
+            {large.is_divided, True}
+        ):  # the boxes of three or four ranks have no room for whole sums
             name, chosen = "divided" if is_divided else "whole", replace(large, is_divided=is_divided)
             yield name, self._added(chosen)
             yield f"{name}, norm", self._normed(chosen)
@@ -123,9 +126,12 @@ def measure(rank: int, options: argparse.Namespace) -> None:
 
     nccl, tp = join("group", maps_peers=False), join("peers", maps_peers=True)
     link = copied_bytes_s(device) if rank == 0 else None
-    nccl.min_int(0)
     if rank == 0 and link:
-        print(f"{options.ranks} ranks; {link / 1e9:.0f} GB/s from one to the next; {limits.versions()}", flush=True)
+        card = limits.measure()
+        rates = f"{card.read_bytes_s / 1e12:.2f} TB/s, {card.matmul_flops_s / 1e12:.0f} TFLOP/s"
+        print(f"RESULT card reads {rates}; {link / 1e9:.0f} GB/s to the next; {limits.versions()}", flush=True)
+    torch.cuda.empty_cache()
+    nccl.min_int(0)
     lines: list[dict[str, object]] = []
     for rows in options.rows:
         x, expected = part_of(rank, rows, options.width, device), sum_of(options.ranks, rows, options.width, device)
@@ -175,7 +181,9 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.large_sums", *sys.argv[1:], "--folder", folder]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
         try:
-            return max(abs(rank.wait()) for rank in ranks)
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(0.1)
+            return max(abs(code or 0) for code in codes)  # the others would wait for one that has failed
         finally:
             for rank in ranks:
                 rank.kill()
