@@ -38,6 +38,7 @@ PAGE_SIZE: Final = 16
 LENGTHS: Final = (3, 70, 505, 1100)
 KINDS: Final = ((7, (1, 3), 0.01), (64, (1, 17, 33), 0.06), (512, (3, 64, 128), 0.33), (8192, (200, 255), 0.6))
 """Largest chunks of prompts, sizes of batches, and shares of the trials."""
+MOST_ROWS: Final = 256
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--ordinary", action="store_true")
     parser.add_argument("--tp-size", type=int, default=1)
-    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="leave small sums to NCCL as well")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="leave all sums to NCCL")
     parser.add_argument(
         "--plant-norms", action="store_true", help="a fault: norm some sums over ranks where they are added up"
     )
@@ -94,7 +95,7 @@ def try_all(options: argparse.Namespace, rank: int) -> int:
         load_format="auto" if list(folder.glob("*.safetensors")) else "dummy",
         dtype="bfloat16",
         max_total_tokens=1 << 18,
-        max_running_requests=256,
+        max_running_requests=MOST_ROWS,
         tp_size=options.tp_size,
         disable_cuda_graph=is_shared and options.disable_custom_all_reduce,
         enable_deterministic_inference=not options.ordinary,
@@ -125,7 +126,8 @@ def join_ranks(
         return None
     if is_shared:
         return init_shared_card(rank, size, options.rendezvous, device, maps_peers=maps_peers)
-    return init_tensor_parallel(rank, size, options.rendezvous, "nccl", device, 60.0, maps_peers)
+    most = 2 * (KINDS[-1][0] + MOST_ROWS) * ModelConfig.from_folder(models.folder_of(options.model)).hidden_size
+    return init_tensor_parallel(rank, size, options.rendezvous, "nccl", device, 60.0, maps_peers, most_sum_bytes=most)
 
 
 def say(options: argparse.Namespace, runner: ModelRunner, probes: Sequence[Probe]) -> None:
