@@ -296,7 +296,7 @@ class ServerArgs(HostOptions):
     )
     disable_custom_all_reduce: bool = option(
         False,
-        "exchange the small results of decode steps through NCCL, not by writing to the other GPUs' memory",
+        "exchange the results of ranks through NCCL, not by writing to the other GPUs' memory",
         group=DEVICE,
     )
     enable_memory_saver: bool = option(False, "let /release_memory_occupation release memory", group=DEVICE)
