@@ -24,7 +24,7 @@ from srt.kernels.gemm.stream_gemm import PLAIN, StreamGemm
 from srt.layers.kernel_ops import KernelOps
 from srt.layers.ops import Affine
 from srt.layers.quantization.gpu_products import PackedProduct
-from srt.layers.quantization.int_weight import pack_halves
+from srt.layers.quantization.int_weight import order_operands, pack_halves
 from srt.layers.quantization.weight import PlainWeight
 
 CUDA = torch.device("cuda")
@@ -54,7 +54,7 @@ def products_of(scheme: str, n: int, k: int, count: int) -> list[Product]:
             affine = Affine(PlainWeight.of(torch.randn(n, k, device=CUDA, dtype=torch.bfloat16) * k**-0.5), None)
             return lambda x: ops.linear(x, affine)
         if scheme.startswith("int4"):
-            packed = pack_halves(torch.randint(16, (n, k), device=CUDA, dtype=torch.uint8))
+            packed = order_operands(pack_halves(torch.randint(16, (n, k), device=CUDA, dtype=torch.uint8)))
             product = PackedProduct(packed, torch.rand(k // 128, n, device=CUDA).bfloat16(), None, 128)
         else:
             group = 128 if scheme.startswith("block") else k

@@ -20,7 +20,7 @@ from srt.layers.quantization import fp8_weight
 from srt.layers.quantization.fp8_weight import rounded_groups
 from srt.layers.quantization.gpu_products import PackedProduct
 from srt.layers.quantization.int8_weight import Int8Weight, quantise_tokens
-from srt.layers.quantization.int_weight import pack_halves
+from srt.layers.quantization.int_weight import order_operands, pack_halves
 from srt.layers.quantization.weight import Place
 from srt.utils.quantization import WeightFormat
 
@@ -67,9 +67,12 @@ def test_few_rows_are_multiplied_by_what_the_numbers_stand_for(n: int, k: int, n
         spread = (torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)).t()
         matrix = bits - spread.float().repeat_interleave(group, dim=1)
         matrix *= scales.t().float().repeat_interleave(group, dim=1)
-        got = PackedProduct(pack_halves(bits), scales, zeros, group)(x, None)
+        product = PackedProduct(order_operands(pack_halves(bits)), scales, zeros, group)
+        got = product(x, None)
         assert got is not None
         assert error_of(got, x.float() @ matrix.T) < MOST
+        assert torch.equal(product.dequantised(torch.float32), matrix)
+        assert torch.equal(product.dequantised(torch.bfloat16), matrix.bfloat16())
 
 
 def test_every_e4m3_number_is_converted_exactly() -> None:
@@ -162,7 +165,7 @@ def packed_matrix_of(n: int, k: int, form: Numbers) -> tuple[PackedMatrix, Tenso
     middle = torch.full_like(scales, 8) if zeros is None else zeros.to(scales.dtype)
     matrix = bits - middle.t().float().repeat_interleave(form.group, dim=1)
     matrix *= scales.t().float().repeat_interleave(form.group, dim=1)
-    return PackedMatrix(pack_halves(bits), scales, zeros, form.group), matrix
+    return PackedMatrix(order_operands(pack_halves(bits)), scales, zeros, form.group), matrix
 
 
 FORMS = [Numbers(8), Numbers(8, 128), Numbers(4, 128), Numbers(4, 128, True), Numbers(4, 32, True), Numbers(4, 1024)]

@@ -15,7 +15,7 @@ from srt.kernels.elementwise.rotary import angles_kernel, prepare_qkv_kernel
 from srt.kernels.elementwise.silu_and_mul import silu_and_mul_kernel
 from srt.kernels.gemm.fp8_gemm import block_gemm_kernel, norm_and_quantise_kernel, quantise_rows_kernel
 from srt.kernels.gemm.gemv import GemvTiles, gemv_kernel
-from srt.kernels.gemm.packed_gemm import PackedTiles, add_parts_kernel, packed_gemm_kernel
+from srt.kernels.gemm.packed_gemm import PackedTiles, add_parts_kernel, dequantise_kernel, packed_gemm_kernel
 from srt.kernels.sampling.adjust_logits import BLOCK as ADJUSTMENT_BLOCK
 from srt.kernels.sampling.adjust_logits import bias_kernel, count_tokens_kernel, penalise_kernel
 from srt.kernels.sampling.filter import BLOCK as FILTER_BLOCK
@@ -45,6 +45,7 @@ def layer_builds() -> list[KernelBuild]:
     builds.append(_gemv(bf16, is_gated=True, weights=torch.float8_e4m3fn))
     builds += [*_filters(fp32), *_adjuster()]
     builds += [_packed_gemm(8, 4096), _packed_gemm(8, 128), _packed_gemm(4, 128), _packed_gemm(4, 32), _add_parts()]
+    builds += [_dequantise(group, has_zeros) for group, has_zeros in ((128, False), (128, True), (32, True))]
     builds += [_quantise_rows(has_groups=False), _quantise_rows(has_groups=True), _block_gemm(64), _block_gemm(128)]
     builds += [_norm_and_quantise(has_groups=False), _norm_and_quantise(has_groups=True)]
     for logits in (bf16, fp32):
@@ -142,7 +143,7 @@ def _packed_gemm(num_bits: int, group: int) -> KernelBuild:
         packed_gemm_kernel,
         {
             **dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr"), "*bf16"),
-            "w_ptr": "*u8",
+            "w_ptr": "*u8" if num_bits == 8 else "*i16",
             "scales_ptr": "*fp32" if num_bits == 8 else "*bf16",
             "zeros_ptr": "*i16",
             "out_ptr": "*fp32",
@@ -165,6 +166,15 @@ def _packed_gemm(num_bits: int, group: int) -> KernelBuild:
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+    )
+
+
+def _dequantise(group: int, has_zeros: bool) -> KernelBuild:
+    return KernelBuild(
+        f"dequantise[groups of {group}{', zero points' if has_zeros else ''}]",
+        dequantise_kernel,
+        {"w_ptr": "*i16", "scales_ptr": "*bf16", "zeros_ptr": "*i16", "out_ptr": "*bf16"},
+        {"N": 4096, "K": 4096, "GROUP": group, "HAS_ZEROS": has_zeros, "BLOCK_N": 64, "BLOCK_K": min(128, group)},
     )
 
 

@@ -122,7 +122,11 @@ struct Layer {
   u16* v_buffer;
 };
 
-// Buffers of the exchanged words.
+// Where the words that become x have a pair of columns. With 4-bit weights a lane needs each pair beside the one 8 columns further, as W has
+// them (`order_operands` in int_weight.py), so these follow each other.
+__device__ __forceinline__ u32 place_of_pair(u32 pair) { return BITS == 4 ? pair / 8 * 8 + pair % 4 * 2 + pair / 4 % 2 : pair; }
+
+// Buffers of the exchanged words. Those of all but `packed`, `parts` and `factors` are in the order of `place_of_pair`.
 struct Exchange {
   u64* packed;    // [rows, PACKED_WIDTH / 2] pairs
   u64* parts;     // [rows, heads, SPLITS, HEAD_DIM] sums
@@ -389,8 +393,9 @@ __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u3
   *(uint2*)(to + word % 2 * 4 + word / 2 * 2) = make_uint2(low, high);
 }
 #else
-// Stores 4 columns of x, from column 4 * i on, as integers. A warp has the SUMMED columns that share a factor, a power of two with which the
-// largest takes 15 bits with its sign: bfloat16 from 1 / 64 of it on are exact. Each is 256 times a byte and another byte, both with signs.
+// Stores the 4 columns of x in two words as integers, in the order of W's bytes: the first column, that 8 further, and those that follow
+// these. A warp has the SUMMED columns that share a factor, a power of two with which the largest takes 15 bits with its sign: bfloat16 from
+// 1 / 64 of it on are exact. Each is 256 times a byte and another byte, both with signs.
 __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u32 high) {
   const u32 both = larger_of_pairs(low & 0x7FFF7FFF, high & 0x7FFF7FFF);
   u32 most = max(both & 0xFFFF, both >> 16);
@@ -400,8 +405,8 @@ __device__ __forceinline__ void place_columns(Memory& memory, int i, u32 low, u3
   constexpr float ROUNDING = 12582912 + 128;  // leaves an integer in the last bits, and 128 makes the low byte's rest positive
   const u32 a = __float_as_uint(low_of(low) * factor + ROUNDING), b = __float_as_uint(high_of(low) * factor + ROUNDING);
   const u32 c = __float_as_uint(low_of(high) * factor + ROUNDING), d = __float_as_uint(high_of(high) * factor + ROUNDING);
-  const u32 ab = permuted(a, b, 0x5140), cd = permuted(c, d, 0x5140);  // the low bytes, then the high ones
-  const u32 low_bytes = permuted(ab, cd, 0x5410) ^ 0x80808080, high_bytes = permuted(ab, cd, 0x7632);
+  const u32 ac = permuted(a, c, 0x5140), bd = permuted(b, d, 0x5140);  // the low bytes, then the high ones
+  const u32 low_bytes = permuted(ac, bd, 0x5410) ^ 0x80808080, high_bytes = permuted(ac, bd, 0x7632);
   char* to = memory.bytes + 4 * i;
   *(u32*)to = high_bytes, *(u32*)(to + LOW_BYTES) = low_bytes;
   int sum = __dp4a((int)high_bytes, 0x01010101, 0) * 256 + __dp4a((int)low_bytes, 0x01010101, 0);
@@ -442,7 +447,8 @@ __device__ __forceinline__ void take(Memory& memory, const u64* words, u32 tag, 
         if (i >= size / 4) break;
         u32 low = (u32)found[j].first, high = (u32)found[j].second;
         if (norm) {
-          const uint2 weights = *(const uint2*)(norm + 4 * i);
+          const u16* const of_first = norm + (BITS == 4 ? i / 4 * 16 + i % 4 * 2 : 4 * i);
+          const uint2 weights = BITS == 4 ? make_uint2(*(const u32*)of_first, *(const u32*)(of_first + 8)) : *(const uint2*)of_first;
           const float a = low_of(low), b = high_of(low), c = low_of(high), d = high_of(high);
           total += a * a + b * b + c * c + d * d;
           low = pair_of(a * low_of(weights.x) * X_FACTOR, b * high_of(weights.x) * X_FACTOR);
@@ -703,7 +709,8 @@ __device__ __forceinline__ void finish(const Memory& memory, int product, u32& m
     }
     const u32 both = pair_of(result.x, result.y);
     if (is_added) mine = both;
-    if (threadIdx.x % FINISHING == 0) store_word(words + (row * PROGRAMS + blockIdx.x) * pairs + pair, both, tag);
+    const int place = (row * PROGRAMS + blockIdx.x) * pairs + pair;
+    if (threadIdx.x % FINISHING == 0) store_word(words + (product == PACKED ? place : place_of_pair(place)), both, tag);
   }
 }
 
@@ -968,7 +975,7 @@ __device__ __forceinline__ void put_together(const Exchange& exchange, u32 tag) 
     }
     const float factor_of_all = __fdividef(1.0f, total);
     if (lane < PAIRS_AT_ONCE && inside < ATTENDED / 2) {
-      store_word(exchange.attended + pair, pair_of(low * factor_of_all, high * factor_of_all), tag);
+      store_word(exchange.attended + place_of_pair(pair), pair_of(low * factor_of_all, high * factor_of_all), tag);
     }
   }
 }
@@ -1000,7 +1007,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   const int my_pair = min(thread / FINISHING, ROWS * HIDDEN_PAIRS - 1);
   const int my_place = (my_pair / HIDDEN_PAIRS * PROGRAMS + blockIdx.x) * HIDDEN_PAIRS + my_pair % HIDDEN_PAIRS;
   mine = ((const u32*)step.embedded)[my_place];
-  if (thread < FINISHING * ROWS * HIDDEN_PAIRS && thread % FINISHING == 0) store_word(exchange.stream + my_place, mine, first_tag);
+  if (thread < FINISHING * ROWS * HIDDEN_PAIRS && thread % FINISHING == 0) {
+    store_word(exchange.stream + place_of_pair(my_place), mine, first_tag);
+  }
 
   int begin = 0;  // of the next product in the ring
 #pragma unroll 1

@@ -38,31 +38,34 @@ def e4m3_to_bf16(numbers: tl.tensor) -> tl.tensor:
 
 
 @jit
-def halves_to_bf16(numbers: tl.tensor) -> tl.tensor:
-    """Convert bytes to (low half - 8, high half - 8), on Hopper. 0x4300 with a small number in its last bits is 128 plus that number."""
+def quarters_to_bf16(numbers: tl.tensor) -> tl.tensor:
+    """Convert words of 16 bits to their four 4-bit numbers, the lowest first, minus 8, on Hopper.
+
+    0x4300 with a small number in its last bits is 128 plus that number.
+    """
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, high, m, a, b;
-        and.b32 low, $4, 0x0F0F0F0F;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0F0F0F0F;
+        .reg .b32 a, b, c, m;
         mov.b32 m, 0x43084308;
-        prmt.b32 a, low, 0x43434343, 0x4140;
-        prmt.b32 b, low, 0x43434343, 0x4342;
-        sub.rn.bf16x2 $0, a, m;
-        sub.rn.bf16x2 $1, b, m;
-        prmt.b32 a, high, 0x43434343, 0x4140;
-        prmt.b32 b, high, 0x43434343, 0x4342;
-        sub.rn.bf16x2 $2, a, m;
-        sub.rn.bf16x2 $3, b, m;
+        shr.u32 a, $4, 4;
+        shr.u32 b, $4, 8;
+        shr.u32 c, $4, 12;
+        lop3.b32 $0, $4, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $1, a, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $2, b, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+        sub.rn.bf16x2 $0, $0, m;
+        sub.rn.bf16x2 $1, $1, m;
+        sub.rn.bf16x2 $2, $2, m;
+        sub.rn.bf16x2 $3, $3, m;
         }
         """,
         "=r,=r,=r,=r,r",
         [numbers],
-        dtype=(tl.bfloat16, tl.bfloat16),
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=4,
+        pack=2,
     )
 
 

@@ -62,7 +62,7 @@ ROUNDED: Final = Numbers(8, is_rounded=True)
 class PackedMatrix:
     """A weight of e4m3 or 4-bit numbers."""
 
-    numbers: torch.Tensor  # [n, k] e4m3, or [n, k / 2] bytes: of each 32 inputs, byte i has inputs i and 16 + i
+    numbers: torch.Tensor  # [n, k] e4m3, or [n, k / 2] bytes in the order of `order_operands` (int_weight.py)
     scales: torch.Tensor  # [groups, n]: float32 beside e4m3, bfloat16 beside 4 bits
     zeros: torch.Tensor | None  # [groups, n] int16; None: all are 8
     group: int  # inputs that share a scale; 0 if all of an output do

@@ -197,6 +197,12 @@ __device__ __forceinline__ u32 load_two_bytes(u32 address) {
   return bytes;
 }
 
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // Two e4m3 numbers as bfloat16, times a pair of factors that are to include EXPONENTS: bits of a number are moved to their places.
 constexpr u32 EXPONENTS = 0x7B807B80;  // 2 ** 120 twice
 __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 factors) {
@@ -210,6 +216,8 @@ struct Group {
   u32 high_scales;  // of 4-bit numbers in the high halves of bytes, without zero points
   u32 zeros;
 };
+
+constexpr int OF_LANE = BITS == 4 ? 4 : 2;  // bytes of a line that a lane reads at once
 
 constexpr float SUMS_FACTOR = BITS == 4 && !HAS_ZEROS ? 65536.0f : 1.0f;
 
@@ -257,8 +265,10 @@ __device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
 }
 
 // Converts 64 columns of 16 rows of W for each warp: the instruction's operand for each 16 of them. Of every 16 columns, a lane has two
-// and the two that are 8 further, of row lane / 4 and of the row 8 below. `line` is the address of the lane's first pair of bytes in its
-// row without the swizzle pattern, which exchanges the 16 bytes of `chunk` by the row's number.
+// and the two that are 8 further, of row lane / 4 and of the row 8 below. `line` is the address of the lane's first bytes in its row without
+// the swizzle pattern, which exchanges the 16 bytes of `chunk` by the row's number.
+//
+// What a lane needs of 32 columns of 4-bit numbers is a word (`order_operands` in int_weight.py).
 __device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swizzle, int unit, u32 scales, const int (&w_rows)[2],
                                         Group (&groups)[2]) {
   constexpr int CHUNKS = BITS / 2;  // of 16 bytes
@@ -273,16 +283,15 @@ __device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swiz
     const u32 address = line + (chunk * 16 ^ swizzle);
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      const u32 first = load_two_bytes(address + below * 8 * LINE), second = load_two_bytes(address + below * 8 * LINE + 8);
       const Group group = groups[below];
       if (BITS == 8) {
+        const u32 first = load_two_bytes(address + below * 8 * LINE), second = load_two_bytes(address + below * 8 * LINE + 8);
         numbers[i][below] = from_e4m3(first, group.scales), numbers[i][below + 2] = from_e4m3(second, group.scales);
       } else {
-        u32 bytes;  // one of each, in turn
-        asm("prmt.b32 %0, %1, %2, 0x5140;" : "=r"(bytes) : "r"(first), "r"(second));
-        numbers[2 * i % 4][below] = from_halves<0>(bytes, group), numbers[2 * i % 4][below + 2] = from_halves<8>(bytes, group);
-        numbers[(2 * i + 1) % 4][below] = from_halves<4>(bytes, group);
-        numbers[(2 * i + 1) % 4][below + 2] = from_halves<12>(bytes, group);
+        const u32 word = load_word(address + below * 8 * LINE);
+        numbers[2 * i % 4][below] = from_halves<0>(word, group), numbers[2 * i % 4][below + 2] = from_halves<8>(word, group);
+        numbers[(2 * i + 1) % 4][below] = from_halves<4>(word, group);
+        numbers[(2 * i + 1) % 4][below + 2] = from_halves<12>(word, group);
       }
     }
   }
@@ -452,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
 #pragma unroll
     for (int unit = 0; unit < X_BLOCKS; unit++) {
       u32 numbers[4][4];
-      convert(numbers, w + (first_w + first_row_of_64) * LINE + first_of_8, lane / 4 * 16, unit, x + X_BYTES, w_rows, groups);
+      convert(numbers, w + (first_w + first_row_of_64) * LINE + OF_LANE * (lane % 4), lane / 4 * 16, unit, x + X_BYTES, w_rows, groups);
       const u64 columns = operand(x + unit * ROWS * LINE);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

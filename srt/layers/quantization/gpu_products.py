@@ -11,7 +11,7 @@ from torch import Tensor
 from srt.kernels.build.pdl import has_pdl, pdl_for
 from srt.kernels.gemm import block_gemm, fp8_gemm
 from srt.kernels.gemm.fp8_gemm import WIDTH_UNIT
-from srt.kernels.gemm.packed_gemm import MOST_ROWS, packed_gemm
+from srt.kernels.gemm.packed_gemm import MOST_ROWS, dequantise, packed_gemm
 from srt.kernels.gemm.packed_matrix import PackedMatrix
 
 _MOST_TILED_ROWS: Final = 512
@@ -29,7 +29,7 @@ class PackedProduct:
     the plain path. On Hopper the streaming kernels take few rows in its place.
     """
 
-    packed: Tensor  # [outputs, inputs] e4m3, or [outputs, inputs / 2] bytes of two 4-bit numbers
+    packed: Tensor  # [outputs, inputs] e4m3, or [outputs, inputs / 2] bytes of two 4-bit numbers in the order of `order_operands`
     scales: Tensor  # [groups, outputs]
     zeros: Tensor | None  # [groups, outputs] int16
     group_size: int
@@ -60,6 +60,10 @@ class PackedProduct:
         if len(self.scales) > 1:
             return fp8_gemm.block_gemm(x, self.packed, self.scales, bias)
         return fp8_gemm.fp8_gemm(x, self.packed, self.scales, bias, self.input_scale) if self._suits_cublas else None
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Return a weight of 4-bit numbers as a matrix [outputs, inputs]."""
+        return dequantise(self.packed, self.scales, self.zeros, self.group_size, dtype)
 
     @property
     def matrix(self) -> PackedMatrix | None:

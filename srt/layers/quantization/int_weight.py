@@ -2,7 +2,7 @@
 
 Whatever the checkpoint's layout (pack-quantized, GPTQ, AWQ), the weight is stored in one way after loading. 8-bit numbers are bytes
 [outputs, inputs]. 4-bit numbers are bytes [outputs, inputs / 2]: of each 32 inputs, byte i has input i in its low half and input
-16 + i in its high half.
+16 + i in its high half. Linear layers on a GPU have the same bytes in another order (`order_operands`).
 """
 
 from __future__ import annotations
@@ -183,8 +183,14 @@ class IntWeight(LinearWeight):
         self.zeros = None if is_symmetric or zeros is None else _parameter(zeros.t().to(torch.int16).contiguous())
         self.group_of = None if group_of is None else _parameter(group_of)
 
+    def finish(self) -> None:
+        self.arrange()
+        if self._runs_on_gpu_as_packed:
+            self.packed = _parameter(order_operands(self.packed.detach()))
+        self.choose_product()
+
     def choose_product(self) -> None:
-        if self.packed.is_cuda and self.num_bits == 4 and self.group_of is None:
+        if self._runs_on_gpu_as_packed:
             self._product = self._gpu_product()
         if self._runs_on_cpu_as_packed:
             self._product = self._cpu_product()
@@ -218,6 +224,11 @@ class IntWeight(LinearWeight):
     @property
     def _num_inputs_of_group(self) -> int:
         return self.shape[1] // len(self.scales)
+
+    @property
+    def _runs_on_gpu_as_packed(self) -> bool:
+        """Whether a GPU's kernels read this weight, in the order of operands."""
+        return self.packed.is_cuda and self.num_bits == 4 and self.group_of is None
 
     @property
     def _runs_on_cpu_as_packed(self) -> bool:
@@ -286,6 +297,8 @@ class IntWeight(LinearWeight):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Return the weight as a matrix; its columns are in the stored order of inputs."""
+        if self._product is not None and not isinstance(self._product, Int4Product):
+            return self._product.dequantised(dtype)
         numbers = unpack_halves(self.packed) if self.num_bits == 4 else self.packed
         values = numbers.to(dtype)
         if self.group_of is not None:
@@ -330,6 +343,15 @@ def unpack_halves(packed: Tensor) -> Tensor:
     """Return the numbers [rows, columns] of bytes that `pack_halves` has packed."""
     halves = packed.view(len(packed), -1, 1, LEAST_GROUP // 2)
     return torch.cat((halves & 15, halves >> 4), dim=2).view(len(packed), -1)
+
+
+def order_operands(packed: Tensor) -> Tensor:
+    """Return the bytes that `pack_halves` has packed in the order in which tensor cores need them.
+
+    A lane of the tensor cores multiplies columns c and c + 1, and 8 + c and 9 + c, of each 16. So bytes i and 8 + i of each 16 are put
+    beside each other, and what a lane needs of 32 columns is one word: the same four bits of its halves are a pair of neighbours.
+    """
+    return packed.view(len(packed), -1, 2, LEAST_GROUP // 4).transpose(2, 3).reshape(packed.shape)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from srt.kernels.gemm.fp8_gemm import quantise_rows
 from srt.kernels.gemm.gemv import GemvTiles, gemv
-from srt.kernels.gemm.packed_gemm import PackedTiles, packed_gemm
+from srt.kernels.gemm.packed_gemm import PackedTiles, dequantise, packed_gemm
 from srt.layers.quantization.fp8_weight import token_scales
-from srt.layers.quantization.int_weight import pack_halves
+from srt.layers.quantization.int_weight import order_operands, pack_halves
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,9 @@ def test_weights_of_four_bits_are_multiplied_exactly(group: int, splits: int, ha
     spread = (torch.full_like(scales, 8) if zeros is None else zeros.float()).t().repeat_interleave(group, dim=1)
     weight = (numbers - spread) * scales.t().repeat_interleave(group, dim=1)
     x = torch.randn(7, k)
-    tiles = PackedTiles(16, 32, splits)
-    assert_near(packed_gemm(x, pack_halves(numbers), scales, zeros, group, tiles=tiles), x @ weight.T)
+    tiles, packed = PackedTiles(16, group & -group, splits), order_operands(pack_halves(numbers))
+    assert_near(packed_gemm(x, packed, scales, zeros, group, tiles=tiles), x @ weight.T)
+    assert torch.equal(dequantise(packed, scales, zeros, group, torch.float32), weight)
 
 
 def test_one_row_of_e4m3_numbers_is_scaled_before_the_activation() -> None:
