@@ -62,10 +62,10 @@ __device__ __forceinline__ void load_block(u32 to, const TensorMap* map, int col
       : "memory");
 }
 
+constexpr u64 OPERAND_LAYOUT = 1ull << 16 | (u64)(8 * LINE >> 4) << 32 | 1ull << 62;
+
 // Describes a block in shared memory to a tensor core: lines of 128 bytes, in a swizzle pattern that repeats every 8 lines.
-__device__ __forceinline__ u64 operand(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (u64)(8 * LINE >> 4) << 32 | (1ull << 62);
-}
+__device__ __forceinline__ u64 operand(u32 address) { return (u64)((address & 0x3FFFF) >> 4) | OPERAND_LAYOUT; }
 
 __device__ __forceinline__ float float_of(u32 bf16) { return __uint_as_float(bf16 << 16); }
 

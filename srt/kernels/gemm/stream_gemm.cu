@@ -210,6 +210,13 @@ __device__ __forceinline__ u32 from_e4m3(u32 bytes, u32 factors) {
   return product_of_pairs(with_signs << 4 & 0x87F087F0, factors);
 }
 
+// `operand` of a block some bytes after another one, from the lower half of that one's: sums of 64 bits would take more instructions.
+__device__ __forceinline__ u64 operand_after(u32 first, int bytes) {
+  u64 result;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(result) : "r"(first + (bytes >> 4)), "n"((u32)(OPERAND_LAYOUT >> 32)));
+  return result;
+}
+
 // What numbers are multiplied by, and the zero point of 4-bit ones, as pairs of equal ones.
 struct Group {
   u32 scales;
@@ -240,21 +247,28 @@ __device__ __forceinline__ u32 from_halves(u32 word, Group group) {
   return result;
 }
 
-// The scales of row `w_row` of W in group `index` of a stage, whose scales are at this address.
-__device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
-  const int half = GATED && w_row >= WIDTH, place = index * WIDTH + w_row - half * WIDTH;
+// Where a stage has the scale of row `w_row` of W in its first group, in bytes; zero points are in the same places.
+__device__ __forceinline__ u32 scale_place(int w_row) {
+  const int half = GATED && w_row >= WIDTH;
+  u32 place = half * SCALE_BOX + SCALE_ITEM * (w_row - half * WIDTH);
+  asm volatile("" : "+r"(place));  // keeps the compiler from computing it for each stage
+  return place;
+}
+
+// The scales of a row of W in group `index` of a stage, whose scales are at this address.
+__device__ __forceinline__ Group group_of(u32 address, int index, u32 place) {
+  const u32 scales = address + place + index * WIDTH * SCALE_ITEM;
   Group group = {EXPONENTS, 0, 0};
   if (GROUP > 0 && BITS == 8) {
     float scale;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(address + half * SCALE_BOX + 4 * place) : "memory");
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(scales) : "memory");
     scale *= 0x1p120f;
     group.scales = pair_of(scale, scale);
   }
   if (GROUP > 0 && BITS == 4) {
-    group.scales = permuted(load_two_bytes(address + half * SCALE_BOX + 2 * place), 0x1010);
-    const u32 zeros = address + HALVES * SCALE_BOX + half * ZERO_BOX + 2 * place;
+    group.scales = permuted(load_two_bytes(scales), 0x1010);
     if (HAS_ZEROS) {
-      group.zeros = permuted(load_two_bytes(zeros), 0x1010) + 0x43004300;
+      group.zeros = permuted(load_two_bytes(scales + HALVES * SCALE_BOX), 0x1010) + 0x43004300;
     } else {
       group.zeros = product_of_pairs(group.scales, 0xB900B900);        // -8 * 2 ** -16
       group.high_scales = product_of_pairs(group.scales, 0x78007800);  // 2 ** (129 - 16)
@@ -269,7 +283,7 @@ __device__ __forceinline__ Group group_of(u32 address, int index, int w_row) {
 // the swizzle pattern, which exchanges the 16 bytes of `chunk` by the row's number.
 //
 // What a lane needs of 32 columns of 4-bit numbers is a word (`order_operands` in int_weight.py).
-__device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swizzle, int unit, u32 scales, const int (&w_rows)[2],
+__device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swizzle, int unit, u32 scales, const u32 (&places)[2],
                                         Group (&groups)[2]) {
   constexpr int CHUNKS = BITS / 2;  // of 16 bytes
   constexpr int CHUNKS_OF_GROUP = 8 / (GROUPS ? GROUPS : 1);
@@ -277,8 +291,8 @@ __device__ __forceinline__ void convert(u32 (&numbers)[4][4], u32 line, u32 swiz
   for (int i = 0; i < CHUNKS; i++) {
     const int chunk = unit * CHUNKS + i;
     if (GROUP > 0 && chunk % CHUNKS_OF_GROUP == 0) {
-      groups[0] = group_of(scales, chunk / CHUNKS_OF_GROUP, w_rows[0]);
-      groups[1] = group_of(scales, chunk / CHUNKS_OF_GROUP, w_rows[1]);
+      groups[0] = group_of(scales, chunk / CHUNKS_OF_GROUP, places[0]);
+      groups[1] = group_of(scales, chunk / CHUNKS_OF_GROUP, places[1]);
     }
     const u32 address = line + (chunk * 16 ^ swizzle);
 #pragma unroll
@@ -453,19 +467,22 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     const int of_half = tile * WIDTH + w_rows[i] - (is_up ? WIDTH : 0);
     if (of_half < width) w_scales[i] = ending.w_scales[(is_up ? width : 0) + of_half];
   }
+  const u32 places[2] = {scale_place(w_rows[0]), scale_place(w_rows[1])};
   Group groups[2] = {{EXPONENTS, 0, 0}, {EXPONENTS, 0, 0}};
   for (int block = team; block < count; block += TEAMS) {
     const int stage = block % STAGES;
     const u32 w = stages + stage * STAGE_BYTES, x = w + W_BYTES;
+    const u32 columns = (u32)operand(x);
     wait_for(full + 8 * stage, (block / STAGES) & 1);
 #pragma unroll
     for (int unit = 0; unit < X_BLOCKS; unit++) {
       u32 numbers[4][4];
-      convert(numbers, w + (first_w + first_row_of_64) * LINE + OF_LANE * (lane % 4), lane / 4 * 16, unit, x + X_BYTES, w_rows, groups);
-      const u64 columns = operand(x + unit * ROWS * LINE);
+      convert(numbers, w + (first_w + first_row_of_64) * LINE + OF_LANE * (lane % 4), lane / 4 * 16, unit, x + X_BYTES, places, groups);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++) multiply(sums, numbers[k], columns + 2 * k, block != team || unit + k != 0);
+      for (int k = 0; k < 4; k++) {
+        multiply(sums, numbers[k], operand_after(columns, unit * ROWS * LINE + 32 * k), block != team || unit + k != 0);
+      }
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LAG) : "memory");
       if (unit == LAG - 1 && block >= TEAMS && lane == 0) arrive(empty + 8 * ((block - TEAMS) % STAGES));
