@@ -185,9 +185,9 @@ __device__ __forceinline__ u32 product_of_pairs(u32 a, u32 b) {
   return result;
 }
 
-__device__ __forceinline__ u32 difference_of_pairs(u32 a, u32 b) {
+__device__ __forceinline__ u32 product_and_sum_of_pairs(u32 a, u32 b, u32 c) {
   u32 result;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
@@ -217,7 +217,7 @@ __device__ __forceinline__ u64 operand_after(u32 first, int bytes) {
   return result;
 }
 
-// What numbers are multiplied by, and the zero point of 4-bit ones, as pairs of equal ones.
+// What numbers are multiplied by, and what is added to 4-bit ones, as pairs of equal ones.
 struct Group {
   u32 scales;
   u32 high_scales;  // of 4-bit numbers in the high halves of bytes, without zero points
@@ -230,21 +230,18 @@ constexpr float SUMS_FACTOR = BITS == 4 && !HAS_ZEROS ? 65536.0f : 1.0f;
 
 // Two 4-bit numbers as bfloat16: those from bit `PLACE` of each half of `word` on.
 //
-// With zero points they are put into the last bits of 128, and the zero point, of the same form, is subtracted. Else they stay in the lowest
-// or the next four bits of a byte, where they are so many times 2 ** -133 or 2 ** -129. The scales include the inverse, and `zeros` is -8
-// times the scale; but both are divided by SUMS_FACTOR, so that they are not too large.
+// They stay in the lowest or the next four bits of a byte, where they are so many times 2 ** -133 or 2 ** -129. Without zero points the scales
+// include the inverse, and `zeros` is -8 times the scale; but both are divided by SUMS_FACTOR, so that they are not too large. With zero
+// points, numbers and zero points are divided by 64, and subtracted exactly; then they are multiplied by the scale, which is 64 times as large.
 template <int PLACE>
 __device__ __forceinline__ u32 from_halves(u32 word, Group group) {
-  if (HAS_ZEROS) {
-    return product_of_pairs(difference_of_pairs((word >> PLACE & 0x000F000F) | 0x43004300, group.zeros), group.scales);
-  }
   constexpr bool IS_HIGH = PLACE % 8 == 4;
-  u32 result;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-      : "=r"(result)
-      : "r"((PLACE < 8 ? word : word >> 8) & (IS_HIGH ? 0x00F000F0 : 0x000F000F)), "r"(IS_HIGH ? group.high_scales : group.scales),
-        "r"(group.zeros));
-  return result;
+  const u32 bits = (PLACE < 8 ? word : word >> 8) & (IS_HIGH ? 0x00F000F0 : 0x000F000F);
+  if (HAS_ZEROS) {
+    const u32 factors = IS_HIGH ? 0x7D007D00 : 0x7F007F00;  // 2 ** (129 - 6), 2 ** (133 - 6)
+    return product_of_pairs(product_and_sum_of_pairs(bits, factors, group.zeros), group.scales);
+  }
+  return product_and_sum_of_pairs(bits, IS_HIGH ? group.high_scales : group.scales, group.zeros);
 }
 
 // Where a stage has the scale of row `w_row` of W in its first group, in bytes; zero points are in the same places.
@@ -268,7 +265,9 @@ __device__ __forceinline__ Group group_of(u32 address, int index, u32 place) {
   if (GROUP > 0 && BITS == 4) {
     group.scales = permuted(load_two_bytes(scales), 0x1010);
     if (HAS_ZEROS) {
-      group.zeros = permuted(load_two_bytes(scales + HALVES * SCALE_BOX), 0x1010) + 0x43004300;
+      const u32 zeros = permuted(load_two_bytes(scales + HALVES * SCALE_BOX), 0x1010) + 0x43004300;  // in the last bits of 128
+      group.zeros = product_and_sum_of_pairs(zeros, 0xBC80BC80, 0x40004000);                        // divided by -64
+      group.scales = product_of_pairs(group.scales, 0x42804280);                                    // 64
     } else {
       group.zeros = product_of_pairs(group.scales, 0xB900B900);        // -8 * 2 ** -16
       group.high_scales = product_of_pairs(group.scales, 0x78007800);  // 2 ** (129 - 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -96,3 +97,17 @@ def test_lanes_of_one_row_multiply_numbers_by_their_own_inputs() -> None:
                         total += int((of_w % 16 * of_x[:16] + of_w // 16 * of_x[16:]).sum())
             columns = slice(half * SUMMED, (half + 1) * SUMMED)
             assert total == int((numbers[row, columns].long() * x[columns]).sum())
+
+
+@pytest.mark.parametrize(("place", "factor"), [(0, 0x7F00), (4, 0x7D00)])
+def test_numbers_where_they_are_in_a_byte_minus_zero_points_are_exact(place: int, factor: int) -> None:
+    """`from_halves` of stream_gemm.cu: bits that are taken as bfloat16, a factor, and zero points in the last bits of 128."""
+
+    def meaning(bits: Tensor) -> Tensor:
+        return bits.to(torch.int16).view(torch.bfloat16).double()
+
+    numbers, zeros = torch.arange(16)[:, None], torch.arange(18)[None]
+    subtracted = meaning(torch.tensor([0xBC80 - (1 << 16)])) * meaning(0x4300 + zeros) + meaning(torch.tensor([0x4000]))
+    found = meaning(numbers << place) * meaning(torch.tensor([factor])) + subtracted
+    assert torch.equal(found, found.bfloat16().double()) and torch.equal(subtracted, subtracted.bfloat16().double())
+    assert torch.equal(found * 64, (numbers - zeros).double())
