@@ -10,6 +10,7 @@ from srt.kernels.gemm.fp8_gemm import quantise_rows
 from srt.kernels.gemm.gemv import GemvTiles, gemv
 from srt.kernels.gemm.packed_gemm import PackedTiles, dequantise, packed_gemm
 from srt.layers.quantization.fp8_weight import token_scales
+from srt.layers.quantization.gpu_products import MOST_TILED_ROWS_OF_4_BITS, PackedProduct
 from srt.layers.quantization.int_weight import order_operands, pack_halves
 
 
@@ -55,6 +56,21 @@ def test_weights_of_four_bits_are_multiplied_exactly(group: int, splits: int, ha
     tiles, packed = PackedTiles(16, group & -group, splits), order_operands(pack_halves(numbers))
     assert_near(packed_gemm(x, packed, scales, zeros, group, tiles=tiles), x @ weight.T)
     assert torch.equal(dequantise(packed, scales, zeros, group, torch.float32), weight)
+
+
+def test_more_rows_are_multiplied_with_a_matrix_that_is_made_once() -> None:
+    """With 4 bits from 129 rows on; e4m3 numbers are still multiplied as they are."""
+    n, k, most = 32, 64, MOST_TILED_ROWS_OF_4_BITS
+    numbers, scales = torch.randint(16, (n, k), dtype=torch.uint8), (torch.rand(2, n) + 0.5).bfloat16()
+    product = PackedProduct(order_operands(pack_halves(numbers)), scales, None, 32)
+    weight = (numbers.float() - 8) * scales.float().t().repeat_interleave(32, dim=1)
+    assert torch.equal(product.dequantised(torch.float32), weight)
+    x = torch.randn(most + 1, k).bfloat16()
+    few = product(x[:most], None)
+    assert few is not None and product(x, None) is None
+    assert_near(few, x[:most].float() @ weight.T, 1e-2)
+    e4m3 = torch.randn(n, k).to(torch.float8_e4m3fn)
+    assert PackedProduct(e4m3, torch.ones(1, n), None, k)(x, None) is not None
 
 
 def test_one_row_of_e4m3_numbers_is_scaled_before_the_activation() -> None:
