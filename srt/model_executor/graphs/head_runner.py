@@ -20,10 +20,8 @@ from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
 
 SLOTS, MOST, STARTS = range(3)  # rows of the staged numbers, which have a column for each row
-POSITIONS, LEFT = (
-    1,
-    2,
-)  # rows of the present step's numbers, behind SLOTS: of last tokens, and how many drafts each row still gets
+# Rows of the present step's numbers, behind SLOTS: positions of last tokens, and how many drafts each row still gets.
+POSITIONS, LEFT = 1, 2
 ON_DEVICE = -1  # the start of a row is what the device knows
 
 
