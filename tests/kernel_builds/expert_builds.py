@@ -92,7 +92,7 @@ def _router_logits(dtype: torch.dtype) -> KernelBuild:
 def _choices() -> list[KernelBuild]:
     types = dict.fromkeys(("logits_ptr", "correction_ptr", "weights_ptr"), "*fp32")
     types |= {"ids_ptr": "*i32", "num_rows": "i32", "scale": "fp32"}
-    sizes = {"NUM_EXPERTS": EXPERTS, "TOP_K": TOP_K, "BLOCK_T": 4, "BLOCK_E": 128, "BLOCK_CHOICES": 8}
+    sizes = {"NUM_EXPERTS": EXPERTS, "TOP_K": TOP_K, "BLOCK_T": 4, "BLOCK_E": 128}
     groups = {"softmax": (1, 1, 2), "softmax by groups": (8, 3, 1), "sigmoid": (8, 4, 2)}
     return [
         KernelBuild(
@@ -172,7 +172,7 @@ def _route_rows(dtype: torch.dtype) -> KernelBuild:
     types = dict.fromkeys(("x_ptr", "norm_weight_ptr", "weight_ptr", "bias_ptr", "normed_ptr"), f"*{name}")
     types |= dict.fromkeys(("correction_ptr", "logits_ptr", "weights_ptr"), "*fp32")
     types |= {"arrived_ptr": "*i32", "ids_ptr": "*i32", "eps": "fp32", "scale": "fp32"}
-    constants = {"HAS_NORM": True, "HAS_BIAS": True, "HIDDEN": HIDDEN, "BLOCK_N": 4, "BLOCK_K": 1024}
+    constants = {"HAS_NORM": True, "HAS_BIAS": True, "HIDDEN": HIDDEN, "BLOCK_N": 4, "BLOCK_K": 1024, "COPIES": 4}
     routing = routing_constants(Routing(EXPERTS, TOP_K), EXPERTS, has_correction=True)
     return KernelBuild(f"route_rows[{name}]", route_rows_kernel, types, {**constants, **routing, **_PDL}, _LAUNCH)
 

@@ -24,7 +24,7 @@ from srt.kernels.gemm.packed_gemm import is_hopper
 from srt.kernels.moe.expert_gemm import StoredMatrices, activate
 from srt.kernels.moe.expert_tiles import add_step_to_load
 from srt.kernels.moe.packed_tiles import E4M3
-from srt.kernels.moe.route import choose_by_logits, routing_constants
+from srt.kernels.moe.route import MOST_OF_A_WARP, choose_by_logits, routing_constants
 
 if TYPE_CHECKING:
     from srt.layers.moe.expert_ops import ExpertWeights, Router
@@ -37,6 +37,7 @@ MOST_PAIRS: Final = 64  # that can be counted
 _GATE_BYTES: Final = 16 << 10  # of the weights in a program
 _DOWN_BYTES: Final = 48 << 10
 _ROUTER_BYTES: Final = 16 << 10  # of the router's weights in a program
+_ROUTER_WARPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def route_rows_kernel(
     SIGMOID: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_CHOICES: tl.constexpr,
+    COPIES: tl.constexpr,  # of the logits: as many as there are warps, or 1 if a warp cannot have all
     PDL: tl.constexpr,
 ) -> None:
     """Program (n, r) computes block n of the logits of row r; the last program of a row chooses its experts."""
@@ -193,18 +194,22 @@ def route_rows_kernel(
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(arrived_ptr + row, 0)
-    experts = tl.arange(0, BLOCK_E)[None, :]
+    # With copies each warp chooses by itself, from all logits, so that none waits for another.
     # Read past the L1 cache (.cg), which may hold old values.
+    experts, copies = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, COPIES)[:, None]
     all_logits = tl.load(
-        logits_ptr + row * NUM_EXPERTS + experts, mask=experts < NUM_EXPERTS, other=-float("inf"), cache_modifier=".cg"
+        logits_ptr + row * NUM_EXPERTS + experts + copies * 0,
+        mask=(experts < NUM_EXPERTS) & (copies < COPIES),
+        other=-float("inf"),
+        cache_modifier=".cg",
     )
     ids, factors = choose_by_logits(
-        all_logits, (tl.arange(0, 1) == 0)[:, None], correction_ptr, scale, NUM_EXPERTS, TOP_K, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES,
-        RENORMALISE, SIGMOID, HAS_CORRECTION, 1, BLOCK_E, BLOCK_CHOICES,
+        all_logits, copies < COPIES, correction_ptr, scale, NUM_EXPERTS, TOP_K, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES,
+        RENORMALISE, SIGMOID, HAS_CORRECTION, COPIES, BLOCK_E,
     )  # fmt: skip
-    choices = tl.arange(0, BLOCK_CHOICES)[None, :]
-    tl.store(ids_ptr + row * TOP_K + choices, ids, mask=choices < TOP_K)
-    tl.store(weights_ptr + row * TOP_K + choices, factors, mask=choices < TOP_K)
+    out_at, inside = row * TOP_K + experts + copies * 0, (experts < TOP_K) & (copies == 0)
+    tl.store(ids_ptr + out_at, ids, mask=inside)
+    tl.store(weights_ptr + out_at, factors, mask=inside)
 
 
 @kernel(one_variant_for=("num_pairs", "first_own"))
@@ -385,11 +390,12 @@ def route_rows(
     ids = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=device)
     weights = torch.empty((num_rows, routing.top_k), dtype=torch.float32, device=device)
     bias, correction = router.bias, router.correction
+    copies = _ROUTER_WARPS if num_experts <= MOST_OF_A_WARP.value else 1
     route_rows_kernel[(triton.cdiv(num_experts, block_n), num_rows)](
         x, x if norm_weight is None else norm_weight, router.weight, x if bias is None else bias,
         logits if correction is None else correction, logits, arrived, normed, ids, weights, eps, routing.scale,
         HAS_NORM=norm_weight is not None, HAS_BIAS=bias is not None, HIDDEN=hidden_size, BLOCK_N=block_n,
-        BLOCK_K=min(1024, triton.next_power_of_2(hidden_size)),
+        BLOCK_K=min(1024, triton.next_power_of_2(hidden_size)), COPIES=copies, num_warps=_ROUTER_WARPS,
         **routing_constants(routing, num_experts, correction is not None), **pdl_options(pdl),
     )  # fmt: skip
     return normed, ids, weights

@@ -16,8 +16,9 @@ _FEW_ROWS: Final = 16
 _BLOCK_EXPERTS: Final = 16
 _BLOCK_K: Final = 256
 _ROWS_OF_A_CHOICE: Final = 4
+MOST_OF_A_WARP = tl.constexpr(128)  # experts: each thread loads four logits
 _LEAST_SUM = tl.constexpr(1e-20)  # added to a sum of weights, so that it can divide them
-_LEAST = tl.constexpr(-(1 << 63))  # of 64 bits
+_LEAST = tl.constexpr(-(1 << 31))  # of 32 bits; no number but one kind of NaN has these bits when reordered
 
 
 @kernel(one_variant_for=("num_rows",))
@@ -110,13 +111,13 @@ def choose_by_logits(
     HAS_CORRECTION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_CHOICES: tl.constexpr,
 ) -> tl.tuple:
-    """Return (experts, weights), both [BLOCK_T, BLOCK_CHOICES], for logits [BLOCK_T, BLOCK_E]: the lower number among equals.
+    """Return (experts, weights) for logits [BLOCK_T, BLOCK_E]: the lower number among equals.
 
-    A rank and its expert are packed into one integer, so that one reduction finds the best.
+    Both are [BLOCK_T, BLOCK_E], with a choice in each of the first TOP_K columns: in the layout of the logits, so that choices do not
+    pass through shared memory. If a warp has a whole row, no other warp is needed.
     """
-    experts, choices = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
+    experts = tl.arange(0, BLOCK_E)[None, :]
     is_expert = experts < NUM_EXPERTS
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
@@ -131,23 +132,31 @@ def choose_by_logits(
     if NUM_GROUPS > 1:
         size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
         ranks = _keep_best_groups(ranks, experts, size, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES, BLOCK_E)
+    # A warp has an instruction that finds the largest of 32 integers, but none for other numbers. Where several warps have parts of a row,
+    # a rank and its expert are packed into one integer, so that one reduction finds the best.
     order = _reorder(ranks.to(tl.int32, bitcast=True))
-    packed = (order.to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64)
-    kept_ids = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.int32)
-    kept = tl.zeros((BLOCK_T, BLOCK_CHOICES), dtype=tl.float32)
+    kept_ids = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    kept = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
+    total = tl.zeros((BLOCK_T,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(packed, axis=1)
-        best_id = tl.minimum(BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), NUM_EXPERTS - 1)
+        if BLOCK_E <= MOST_OF_A_WARP:
+            best = tl.max(order, axis=1)
+            best_id = tl.min(tl.where(order == best[:, None], experts, NUM_EXPERTS - 1), axis=1)
+        else:
+            packed = tl.max((order.to(tl.int64) << 32) | (BLOCK_E - 1 - experts).to(tl.int64), axis=1)
+            best = (packed >> 32).to(tl.int32)
+            best_id = tl.minimum(BLOCK_E - 1 - (packed & 0xFFFFFFFF).to(tl.int32), NUM_EXPERTS - 1)
         is_best = experts == best_id[:, None]
         if HAS_CORRECTION:
             score = tl.sum(tl.where(is_best, scores, 0.0), axis=1)
         else:
-            score = _reorder((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        kept_ids = tl.where(choices == choice, best_id[:, None], kept_ids)
-        kept = tl.where(choices == choice, score[:, None], kept)
-        packed = tl.where(is_best, _LEAST, packed)
+            score = _reorder(best).to(tl.float32, bitcast=True)
+        kept_ids = tl.where(experts == choice, best_id[:, None], kept_ids)
+        kept = tl.where(experts == choice, score[:, None], kept)
+        total += score
+        order = tl.where(is_best, _LEAST, order)
     if RENORMALISE:
-        kept = kept / tl.where(of_row, tl.sum(kept, axis=1)[:, None] + _LEAST_SUM, 1.0)
+        kept = kept / tl.where(of_row, total[:, None] + _LEAST_SUM, 1.0)
     return kept_ids, kept * scale
 
 
@@ -169,23 +178,22 @@ def choose_experts_kernel(
     HAS_CORRECTION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_CHOICES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Each program chooses the experts of BLOCK_T rows, the lower number among equals."""
     let_next_start(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    experts, choices = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
+    experts = tl.arange(0, BLOCK_E)[None, :]
     of_row, is_expert = (rows < num_rows)[:, None], experts < NUM_EXPERTS
     wait_for_inputs(PDL)
     logits = tl.load(logits_ptr + rows[:, None] * NUM_EXPERTS + experts, mask=of_row & is_expert, other=-float("inf"))
     let_next_start_late(PDL)
     ids, weights = choose_by_logits(
         logits, of_row, correction_ptr, scale, NUM_EXPERTS, TOP_K, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SCORES,
-        RENORMALISE, SIGMOID, HAS_CORRECTION, BLOCK_T, BLOCK_E, BLOCK_CHOICES,
+        RENORMALISE, SIGMOID, HAS_CORRECTION, BLOCK_T, BLOCK_E,
     )  # fmt: skip
-    out_at = rows[:, None] * TOP_K + choices
-    inside = of_row & (choices < TOP_K)
+    out_at = rows[:, None] * TOP_K + experts  # a column is a choice here
+    inside = of_row & (experts < TOP_K)
     tl.store(ids_ptr + out_at, ids, mask=inside)
     tl.store(weights_ptr + out_at, weights, mask=inside)
 
@@ -202,7 +210,6 @@ def routing_constants(routing: Routing, num_experts: int, has_correction: bool) 
         "SIGMOID": routing.scoring == "sigmoid",
         "HAS_CORRECTION": has_correction,
         "BLOCK_E": triton.next_power_of_2(num_experts),
-        "BLOCK_CHOICES": triton.next_power_of_2(routing.top_k),
     }
 
 
