@@ -18,6 +18,7 @@ from srt.kernels.moe.expert_gemm import (
 from srt.kernels.moe.expert_tiles import count_blocks_kernel, count_pairs_kernel, place_pairs_kernel
 from srt.kernels.moe.few_tokens import (
     FewTiles,
+    packed_downs_kernel,
     pair_gates_kernel,
     route_rows_kernel,
     token_downs_kernel,
@@ -44,7 +45,7 @@ def expert_builds() -> list[KernelBuild]:
     builds += [_sum(bf16, has_norm, num_own) for has_norm in (False, True) for num_own in (0, HALF)]
     builds += [_route_rows(bf16), _route_rows(fp32)]
     builds += [build(bf16, num_own=num_own) for build in (_pair_gates, _token_downs) for num_own in (0, HALF)]
-    builds += [build(bf16, kind) for build in (_pair_gates, _token_downs) for kind in ("e4m3", "e4m3 by 128")]
+    builds += [build(bf16, kind) for build in (_pair_gates, _packed_downs) for kind in ("e4m3", "e4m3 by 128")]
     builds += [build(tokens, groups) for build in (_rounded_gates, _rounded_downs) for tokens, groups in _ROUNDED]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
         tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize, has_room=True)
@@ -214,21 +215,35 @@ def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelB
     )
 
 
-def _token_downs(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelBuild:
-    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1 if kind else dtype.itemsize)
+def _token_downs(dtype: torch.dtype, num_own: int = 0) -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, dtype.itemsize)
     assert tiles is not None
-    types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}")
-    scales, more = _KINDS[kind] if kind else (f"*{name}", {})
-    types |= {"weight_ptr": "*u8" if kind else f"*{name}", "scales_ptr": scales}
-    constants = {**_FEW_PLAIN, **more, "HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
-    constants["NUM_OWN"] = num_own
     return KernelBuild(
-        f"token_downs[{name}{', ' if kind else ''}{kind}{_of(num_own)}]",
+        f"token_downs[{name}{_of(num_own)}]",
         token_downs_kernel,
-        {**types, "ids_ptr": "*i32", "factors_ptr": "*fp32", "first_own": "i32"},
-        {**constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
+        {**dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"), **_CHOICE},
+        {**_DOWNS, "NUM_OWN": num_own, "CHOICES": 4, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
+        {"num_warps": tiles.num_warps, "maxnreg": 128, **_LAUNCH},
+    )
+
+
+def _packed_downs(dtype: torch.dtype, kind: str) -> KernelBuild:
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1)
+    assert tiles is not None
+    scales, constants = _KINDS[kind]
+    group = constants.get("GROUP", _FEW_PLAIN["GROUP"])
+    types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+    return KernelBuild(
+        f"packed_downs[{name}, {kind}]",
+        packed_downs_kernel,
+        {**types, "weight_ptr": "*u8", "scales_ptr": scales, **_CHOICE},
+        {**_DOWNS, "NUM_OWN": 0, "GROUP": group, "HOPPER": True, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
         {"num_warps": tiles.num_warps, **_LAUNCH},
     )
+
+
+_CHOICE = {"ids_ptr": "*i32", "factors_ptr": "*fp32", "first_own": "i32"}
+_DOWNS: dict[str, Any] = {"HAS_BIAS": True, "TOP_K": TOP_K, "SIZE": SIZE, "HIDDEN": HIDDEN, **_PDL}
 
 
 _ROUNDED = ((8, False), (64, True), (256, False), (8192, True))

@@ -2,7 +2,7 @@
 
 `route_rows` norms each token, computes the router's logits and chooses. The first product then computes the activations of each pair of
 a token and an expert, whose weights it finds by the choice, without a table. The second product also adds the results of a token's
-choices, in their order, so the same step gives the same bits every time. All take several tokens, for which only `route_rows` is faster
+choices, always in the same order, so a step gives the same bits every time. All take several tokens, for which only `route_rows` is faster
 than other kernels. The products also read e4m3 numbers with a scale for each output or for each 128 inputs of an output.
 
 A program of the second product requests its weights before the first product has ended: the choice is known since the kernel before.
@@ -10,7 +10,8 @@ A program of the second product requests its weights before the first product ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -36,6 +37,9 @@ MOST_ROUTED_ROWS: Final = 32
 MOST_PAIRS: Final = 64  # that can be counted
 _GATE_BYTES: Final = 16 << 10  # of the weights in a program
 _DOWN_BYTES: Final = 48 << 10
+_DOWN_REGISTERS: Final = 128  # of a thread, so that four programs fit on a processor
+_DOWN_PROGRAMS: Final = 528  # that an H200 has at once then
+_MOST_REGISTERS: Final = 192  # of weights and sums of a thread
 _ROUTER_BYTES: Final = 16 << 10  # of the router's weights in a program
 _ROUTER_WARPS: Final = 4
 
@@ -64,7 +68,22 @@ class FewTiles:
 
     @classmethod
     def of_downs(cls, size: int, top_k: int, item_size: int) -> FewTiles | None:
-        return cls.choose(size, top_k, item_size, _DOWN_BYTES)
+        tiles = cls.choose(size, top_k, item_size, _DOWN_BYTES)
+        while (
+            tiles is not None and tiles.block_n > 1 and tiles._down_registers(size, top_k, item_size) > _MOST_REGISTERS
+        ):
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+        return tiles
+
+    def choices(self, top_k: int) -> int:
+        """Return the number of choices of a tile of plain downs."""
+        return math.gcd(top_k, self.num_warps)
+
+    def _down_registers(self, size: int, top_k: int, item_size: int) -> int:
+        """Return how many registers of a thread hold weights of downs and, if these are plain, sums."""
+        weights = top_k * -(-size // self.block_k) * self.block_k * item_size // 4
+        sums = self.choices(top_k) * self.block_k if item_size > 1 else 0
+        return self.block_n * (weights + sums) // (32 * self.num_warps)
 
 
 @jit
@@ -299,13 +318,78 @@ def pair_gates_kernel(
 def token_downs_kernel(
     x_ptr: tl.tensor,  # [pairs, SIZE]
     weight_ptr: tl.tensor,
-    scales_ptr: tl.tensor,  # [experts, groups of inputs, HIDDEN] f32, if the weights are e4m3 numbers
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,  # [tokens, HIDDEN]
     ids_ptr: tl.tensor,
     factors_ptr: tl.tensor,
     first_own: int,
-    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
+    HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_OWN: tl.constexpr,  # 0: all experts are here
+    CHOICES: tl.constexpr,  # of a tile of weights
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (t, n) computes block n of the weighted sum of the results of token t's choices of experts that are here.
+
+    In a tile of CHOICES choices a warp has choices of its own, with all outputs of the program. So it reads only their inputs, and the
+    warps exchange their sums once.
+    """
+    STEPS: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
+    let_next_start(PDL)
+    token, block = tl.program_id(0), tl.program_id(1)
+    # The order of these dimensions decides that warps divide choices.
+    choices = tl.arange(0, CHOICES)[:, None, None]
+    outputs = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
+    columns = tl.arange(0, BLOCK_K)[None, None, :]
+    weights, factors, owns = _none(), _none(), _none()
+    bias = tl.zeros([1, BLOCK_N, 1], tl.float32)
+    for first in tl.static_range(0, TOP_K, CHOICES):
+        experts = tl.zeros([CHOICES, 1, 1], tl.int32)
+        of_tile = tl.zeros([CHOICES, 1, 1], tl.float32)
+        for place in tl.static_range(CHOICES):
+            # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
+            chosen = tl.load(ids_ptr + token * TOP_K + first + place, cache_modifier=".cg")
+            factor = tl.load(factors_ptr + token * TOP_K + first + place, cache_modifier=".cg")
+            # Not by `where`, for which the compiler would load the choices one after the other.
+            experts += chosen * (choices == place).to(tl.int32)
+            of_tile += factor * (choices == place).to(tl.float32)
+            if HAS_BIAS:
+                expert, is_own = _own_expert(chosen, first_own, NUM_OWN)
+                of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN * is_own, other=0.0)
+                bias += of_expert.to(tl.float32) * factor
+        expert, is_own = _own_expert(experts, first_own, NUM_OWN)
+        owns, factors = _with(owns, is_own), _with(factors, of_tile)
+        rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs * SIZE
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            weights = _with(weights, _stream(rows + k, (outputs < HIDDEN * is_own) & (k < SIZE)))
+    wait_for_inputs(PDL)
+    let_next_start_late(PDL)
+    sums = tl.zeros([CHOICES, BLOCK_N, BLOCK_K], tl.float32)
+    for tile in tl.static_range(TOP_K // CHOICES):
+        for step in tl.static_range(STEPS):
+            k = step * BLOCK_K + columns
+            x_at = x_ptr + (token * TOP_K + tile * CHOICES + choices) * SIZE + k
+            x = tl.load(x_at, mask=k < SIZE * owns[tile], other=0.0).to(tl.float32)
+            sums += weights[tile * STEPS + step].to(tl.float32) * (x * factors[tile])
+    total = tl.sum(tl.sum(sums, 2, keep_dims=True), 0, keep_dims=True) + bias
+    tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
+
+
+@kernel(one_variant_for=("first_own",))
+def packed_downs_kernel(
+    x_ptr: tl.tensor,  # [pairs, SIZE]
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,  # [experts, groups of inputs, HIDDEN] f32
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,  # [tokens, HIDDEN]
+    ids_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    first_own: int,
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -317,7 +401,7 @@ def token_downs_kernel(
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (t, n) computes block n of the weighted sum of the results of token t's choices of experts that are here."""
+    """Do what `token_downs_kernel` does, with weights that are e4m3 numbers."""
     STEPS: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
     let_next_start(PDL)
     token, block = tl.program_id(0), tl.program_id(1)
@@ -333,7 +417,7 @@ def token_downs_kernel(
         factor = tl.load(factors_ptr + token * TOP_K + choice, cache_modifier=".cg")
         factors = _with(factors, factor)
         scales_at = scales_ptr + expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + outputs
-        if KIND == E4M3 and GROUP > SIZE:
+        if GROUP > SIZE:
             scales = _with(scales, factor * tl.load(scales_at, mask=outputs < HIDDEN * is_own, other=0.0))
         else:
             scales = _with(scales, scales_at)
@@ -354,16 +438,16 @@ def token_downs_kernel(
             k = step * BLOCK_K + columns
             is_x = k < SIZE * owns[choice]
             x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=is_x, other=0.0).to(tl.float32)
-            if KIND == E4M3 and GROUP > SIZE:
+            if GROUP > SIZE:
                 products = _products(
                     weights[choice * STEPS + step], x, outputs, is_output, step * BLOCK_K,
-                    KIND, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
+                    E4M3, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
                 )  # fmt: skip
                 sums += products * scales[choice][:, None]
             else:
                 sums += _products(
                     weights[choice * STEPS + step], x * factors[choice], scales[choice], outputs < HIDDEN * owns[choice], step * BLOCK_K,
-                    KIND, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
+                    E4M3, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
                 )  # fmt: skip
     total = tl.sum(sums, 1) + bias
     tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
@@ -440,10 +524,24 @@ def multiply_few(
         **pdl_options(LATE.value if pdl else 0),
     )  # fmt: skip
     out = torch.empty_like(x)
-    token_downs_kernel[(num_tokens, triton.cdiv(hidden, downs.block_n))](
-        activated, *down.tensors[:2], x if weights.down_bias is None else weights.down_bias, out, ids, factors,
-        weights.first, KIND=down.kind, GROUP=down.group, HAS_BIAS=weights.down_bias is not None, TOP_K=top_k, SIZE=size,
-        HIDDEN=hidden, NUM_OWN=num_own, BLOCK_N=downs.block_n, BLOCK_K=downs.block_k, HOPPER=is_on_hopper,
-        num_warps=downs.num_warps, **pdl_options(pdl),
-    )  # fmt: skip
+    bias = x if weights.down_bias is None else weights.down_bias
+    grid = (num_tokens, triton.cdiv(hidden, downs.block_n))
+    sizes = {
+        "HAS_BIAS": weights.down_bias is not None,
+        "TOP_K": top_k,
+        "SIZE": size,
+        "HIDDEN": hidden,
+        "NUM_OWN": num_own,
+    }
+    sizes |= {"BLOCK_N": downs.block_n, "BLOCK_K": downs.block_k, "num_warps": downs.num_warps}
+    if down.is_plain:
+        token_downs_kernel[grid](
+            activated, down.tensors[0], bias, out, ids, factors, weights.first, CHOICES=downs.choices(top_k),
+            maxnreg=_DOWN_REGISTERS if math.prod(grid) <= _DOWN_PROGRAMS else None, **sizes, **pdl_options(pdl),
+        )  # fmt: skip
+    else:
+        packed_downs_kernel[grid](
+            activated, *down.tensors[:2], bias, out, ids, factors, weights.first, GROUP=down.group, HOPPER=is_on_hopper,
+            **sizes, **pdl_options(pdl),
+        )  # fmt: skip
     return out
