@@ -127,7 +127,9 @@ def choose_by_logits(
         scores = powers / tl.where(of_row, tl.sum(powers, axis=1)[:, None], 1.0)
     ranks = scores
     if HAS_CORRECTION:
-        ranks += tl.load(correction_ptr + experts, mask=is_expert, other=0.0)
+        # Loaded for every row, so that corrections come in the layout of the logits.
+        of_all = experts + tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+        ranks += tl.load(correction_ptr + of_all, mask=of_all < NUM_EXPERTS, other=0.0)
     ranks = tl.where(is_expert, ranks, -float("inf"))
     if NUM_GROUPS > 1:
         size: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
