@@ -39,7 +39,7 @@ _DIVISIONS: Final[Mapping[tuple[int, int], Division]] = {
     (128, 1): Division(1, 8, 8),
     (128, 2): Division(2, 4, 8),
     (128, 4): Division(2, 8, 8),
-    (128, 8): Division(2, 8, 8),
+    (128, 8): Division(4, 4, 8),
 }
 # For more rows than one. Fewer programs read the same keys and values.
 _DIVISIONS_OF_ROWS: Final[Mapping[tuple[int, int], Division]] = {(128, 8): Division(4, 4, 8)}
