@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_experts
+from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.layers.moe.expert_kernels import ExpertKernels
 from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, activate
 from srt.layers.quantization.fp8_weight import rounded_groups
@@ -107,6 +109,76 @@ def test_ranks_with_a_part_of_the_experts_add_up_to_all(num_tokens: int, shape: 
         total += part
     assert error_of(total, expected) < MOST
     assert torch.equal(load[:-2], 12 * torch.bincount(choice.ids.flatten(), minlength=num_experts))
+
+
+@pytest.mark.parametrize("own", [None, range(32, 96)], ids=["all", "some"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 128, 129, 700, 4096])
+def test_the_table_has_every_pair_once_beside_those_of_its_expert(num_tokens: int, own: range | None) -> None:
+    """Expert 3 has no pairs, and expert 40 those of every token. 128 tokens have the most pairs that one kernel counts."""
+    num_experts, top_k, block_m = 128, 8, 16
+    ids = torch.rand(num_tokens, num_experts, device=CUDA).argsort(dim=-1)[:, :top_k]
+    ids = torch.where(ids == 3, 4, ids).int()
+    ids[:, 0] = 40
+    load = torch.full((num_experts + 2,), 5, device=CUDA, dtype=torch.int64)
+    tiles = ExpertTiles.sort(ids, num_experts, block_m, load, own=own)
+    assert torch.equal(tiles.pairs.long(), ids.flatten().argsort(stable=True))
+    counts = torch.bincount(ids.flatten(), minlength=num_experts)
+    assert torch.equal(load[:-2], 5 + counts)
+    assert load[-2:].tolist() == [5 + int((counts > 0).sum()), 6]
+    first_own, sorted_ids = (own or range(num_experts)).start, ids.flatten().sort().values.tolist()
+    covered: list[int] = []
+    for expert, first, end in zip(*(part.tolist() for part in (tiles.experts, tiles.firsts, tiles.ends)), strict=True):
+        assert end - first <= block_m
+        assert all(sorted_ids[row] == first_own + expert for row in range(first, end))
+        covered += range(first, end)
+    assert covered == [row for row, expert in enumerate(sorted_ids) if expert in (own or range(num_experts))]
+
+
+@pytest.mark.parametrize("own", [None, range(16, 32)], ids=["all", "some"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 1000])
+def test_biases_and_limits_of_experts_are_those_of_each_choice(num_tokens: int, own: range | None) -> None:
+    """With gpt-oss's activation, at its number of experts."""
+    num_experts, top_k, hidden, size = 32, 4, 1440, 720
+    gate_up, down = randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    biases = randn(num_experts, 2 * size), randn(num_experts, hidden)
+    x, kernels = randn(num_tokens, hidden), ExpertKernels(CUDA)
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    first, last = (0, num_experts) if own is None else (own.start, own.stop)
+
+    def weights(convert: Callable[[Tensor], Tensor], gate_up_bias: Tensor) -> ExpertWeights:
+        first_bias, second_bias = (convert(one[first:last].clone()) for one in (gate_up_bias, biases[1]))
+        matrices = convert(gate_up[first:last].clone()), convert(down[first:last].clone())
+        return ExpertWeights(*matrices, first_bias, second_bias, 7.0, first=first, num_all=num_experts)
+
+    as_choice = Choice(choice.ids.long(), choice.weights)
+    expected = TORCH_EXPERT_OPS.multiply(x.float(), as_choice, weights(Tensor.float, biases[0]))
+    got = kernels.multiply(x, choice, weights(Tensor.bfloat16, biases[0]))
+    assert error_of(got, expected) < MOST
+    assert error_of(kernels.multiply(x, choice, weights(Tensor.bfloat16, biases[0].roll(1, 0))), expected) > 0.05
+
+
+ROUTINGS = (
+    Routing(64, 6, is_renormalised=False),
+    Routing(32, 4, has_bias=True),
+    Routing(256, 8, "sigmoid", num_groups=8, num_chosen_groups=4, scale=2.5, has_correction=True),
+    Routing(160, 6, is_renormalised=False, num_groups=8, num_chosen_groups=3, num_group_scores=1, scale=16.0),
+    Routing(512, 10),
+)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: f"{routing.top_k} of {routing.num_experts}")
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 33, 500])
+def test_experts_are_chosen_by_every_kind_of_routing(num_rows: int, routing: Routing) -> None:
+    """Up to 32 rows in one kernel, in which each warp chooses by itself."""
+    x, weight = randn(num_rows, 2048), randn(routing.num_experts, 2048) * 2048**-0.5
+    bias, correction = torch.randn(2, routing.num_experts, device=CUDA)
+    router = Router(
+        routing, weight, bias.bfloat16() if routing.has_bias else None, correction if routing.has_correction else None
+    )
+    got, expected = ExpertKernels(CUDA).route(x, router), TORCH_EXPERT_OPS.route(x, router)
+    assert (got.ids == expected.ids).float().mean() > 0.99, "all but ties"
+    same = (got.ids == expected.ids).all(-1)
+    torch.testing.assert_close(got.weights[same], expected.weights[same], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", PACKED_FORMS)
