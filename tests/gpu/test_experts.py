@@ -134,7 +134,7 @@ def test_the_table_has_every_pair_once_beside_those_of_its_expert(num_tokens: in
     assert covered == [row for row, expert in enumerate(sorted_ids) if expert in (own or range(num_experts))]
 
 
-@pytest.mark.parametrize("own", [None, range(16, 32)], ids=["all", "some"])
+@pytest.mark.parametrize("own", [None, range(8, 32)], ids=["all", "some"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 1000])
 def test_biases_and_limits_of_experts_are_those_of_each_choice(num_tokens: int, own: range | None) -> None:
     """With gpt-oss's activation, at its number of experts."""
@@ -160,6 +160,7 @@ def test_biases_and_limits_of_experts_are_those_of_each_choice(num_tokens: int, 
 ROUTINGS = (
     Routing(64, 6, is_renormalised=False),
     Routing(32, 4, has_bias=True),
+    Routing(128, 8, "sigmoid", has_correction=True),
     Routing(256, 8, "sigmoid", num_groups=8, num_chosen_groups=4, scale=2.5, has_correction=True),
     Routing(160, 6, is_renormalised=False, num_groups=8, num_chosen_groups=3, num_group_scores=1, scale=16.0),
     Routing(512, 10),
