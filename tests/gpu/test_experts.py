@@ -112,9 +112,9 @@ def test_ranks_with_a_part_of_the_experts_add_up_to_all(num_tokens: int, shape: 
 
 
 @pytest.mark.parametrize("own", [None, range(32, 96)], ids=["all", "some"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 128, 129, 700, 4096])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 129, 512, 513, 4096])
 def test_the_table_has_every_pair_once_beside_those_of_its_expert(num_tokens: int, own: range | None) -> None:
-    """Expert 3 has no pairs, and expert 40 those of every token. 128 tokens have the most pairs that one kernel counts."""
+    """Expert 3 has no pairs, and expert 40 those of every token. 512 tokens have the most pairs that one kernel counts."""
     num_experts, top_k, block_m = 128, 8, 16
     ids = torch.rand(num_tokens, num_experts, device=CUDA).argsort(dim=-1)[:, :top_k]
     ids = torch.where(ids == 3, 4, ids).int()
@@ -168,7 +168,7 @@ ROUTINGS = (
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: f"{routing.top_k} of {routing.num_experts}")
-@pytest.mark.parametrize("num_rows", [1, 8, 32, 33, 500])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 33, 500, 700])
 def test_experts_are_chosen_by_every_kind_of_routing(num_rows: int, routing: Routing) -> None:
     """Up to 32 rows in one kernel, in which each warp chooses by itself."""
     x, weight = randn(num_rows, 2048), randn(routing.num_experts, 2048) * 2048**-0.5

@@ -131,7 +131,7 @@ def _tables(num_own: int) -> list[KernelBuild]:
             "HAS_LOAD": True,
             "NUM_EXPERTS": EXPERTS,
             "NUM_OWN": num_own,
-            "BLOCK_E": 128,
+            "BLOCK_E": 256 if kernel is count_pairs_kernel else 128,
             "BLOCK_M": 16,
             "BLOCK": 32,
             "CHUNK": chunk,

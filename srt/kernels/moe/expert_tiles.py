@@ -19,7 +19,7 @@ import triton.language as tl
 from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import let_next_start, let_next_start_late, pdl_options, wait_for_inputs
 
-MOST_COUNTED_PAIRS: Final = 1024
+MOST_COUNTED_PAIRS: Final = 4096
 """With more pairs, they are counted by blocks first, so that each is compared with those of its own block only."""
 _BLOCK: Final = 32
 _CHUNK: Final = 128  # pairs that a program compares with its own at a time
@@ -61,6 +61,7 @@ class ExpertTiles:
         sizes |= {"NUM_OWN": num_own, "BLOCK_M": block_m, "BLOCK": _BLOCK}
         if num_pairs <= MOST_COUNTED_PAIRS:
             pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
+            sizes["BLOCK_E"] = triton.next_power_of_2(num_experts + 1)  # counts the pairs of none too
             count_pairs_kernel[(triton.cdiv(num_pairs, _BLOCK) + triton.cdiv(most, _BLOCK),)](
                 ids, pairs, experts, firsts, ends, ids if load is None else load, num_pairs, most, first,
                 HAS_LOAD=load is not None, CHUNK=_CHUNK if num_pairs <= _CHUNK else _LONG_CHUNK, num_warps=8, **sizes,
@@ -170,7 +171,7 @@ def count_pairs_kernel(
         for begin in range(0, num_pairs, CHUNK):
             others = begin + tl.arange(0, CHUNK)
             expert = tl.load(ids_ptr + others, mask=others < num_pairs, other=NUM_EXPERTS)
-            counts += tl.sum((expert[None, :] == experts[:, None]).to(tl.int32), axis=1)
+            counts += tl.histogram(expert, BLOCK_E)
         counts = tl.where(experts < NUM_EXPERTS, counts, 0)  # beyond the pairs the number is that of no expert
         starts = tl.cumsum(counts, axis=0) - counts
         place = tl.program_id(0) - tl.cdiv(num_pairs, BLOCK)

@@ -46,6 +46,8 @@ ROUTINGS = [
     (5, Routing(6, 3, is_renormalised=False, has_bias=True)),
     (9, Routing(12, 3, is_renormalised=False, num_groups=4, num_chosen_groups=2, num_group_scores=1, scale=16.0)),
     (9, Routing(12, 3, "sigmoid", num_groups=4, num_chosen_groups=2, scale=2.5, has_correction=True)),
+    (40, Routing(20, 3, is_renormalised=False, has_bias=True)),
+    (40, Routing(24, 3, "sigmoid", num_groups=4, num_chosen_groups=2, scale=2.5, has_correction=True)),
 ]
 
 
