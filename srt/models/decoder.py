@@ -84,9 +84,10 @@ class ExpertMLP(Mixture):
         routed = cast("Routed", self.router(stream, norm.norm))
         if self._exchange is not None:
             return Stream(routed.hidden, self.sum(routed))
-        if self._tp.size > 1 or self.has_shared:
+        weights = self.complete_weights(routed)
+        if self._tp.size > 1 or weights is None:
             return sum_onto(self._tp, self._ops, routed.hidden, self.summand(routed), next_norm)
-        return self._ops.experts_onto(routed, self.experts.matrices, None if next_norm is None else next_norm.norm)
+        return self._ops.experts_onto(routed, weights, None if next_norm is None else next_norm.norm)
 
 
 class DecoderLayer(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from srt.kernels.moe.expert_gemm import add_choices_and_norm, multiply_experts
 from srt.kernels.moe.expert_tiles import ExpertTiles
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, activate
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, SharedMatrices, activate
 from srt.layers.quantization.fp8_weight import rounded_groups
 from srt.utils.layer_spec import Routing
 from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
@@ -73,6 +73,31 @@ def test_products_are_right_and_the_same_every_time(num_tokens: int, shape: str)
     lost = choice.weights.clone()
     lost[:, -1] = 0.0
     assert error_of(kernels.multiply(x, replace(choice, weights=lost), weights), expected) > 2 * MOST, "a weight lost"
+
+
+@pytest.mark.parametrize(("top_k", "parts"), [(6, 2), (8, 1)], ids=["DeepSeek-V2-Lite", "one part"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 33, 64, 250, 256])
+def test_a_shared_expert_is_added_to_the_chosen_ones(num_tokens: int, top_k: int, parts: int) -> None:
+    num_experts, hidden, size = 64, 2048, 1408
+    matrices = randn(num_experts, 2 * size, hidden) * hidden**-0.5, randn(num_experts, hidden, size) * size**-0.5
+    both, down = randn(2 * parts * size, hidden) * hidden**-0.5, randn(hidden, parts * size) * (parts * size) ** -0.5
+    weights = ExpertWeights(*matrices, shared=SharedMatrices(both, down))
+    x, kernels, norm = randn(num_tokens, hidden), ExpertKernels(CUDA), randn(hidden)
+    choice = kernels.route(x, Router(Routing(num_experts, top_k), randn(num_experts, hidden) * hidden**-0.5))
+    gate, up = (x.float() @ both.float().T).chunk(2, dim=-1)
+    shared = (torch.nn.functional.silu(gate) * up) @ down.float().T
+    expected = exactly(x, choice, *matrices) + shared
+    assert kernels.computes_shared(num_tokens, top_k, weights) == (num_tokens > 1 or top_k == 6)
+    got = kernels.multiply(x, choice, weights)
+    assert error_of(got, expected) < MOST
+    assert all(torch.equal(kernels.multiply(x, choice, weights), got) for _ in range(5))
+    assert error_of(got, expected - shared) > 0.1
+    stream = randn(num_tokens, hidden)
+    formed = kernels.multiply_and_norm(stream, x, choice, weights, norm, 1e-6)
+    if formed is not None:
+        assert error_of(formed[1], stream.float() + expected) < MOST
+        normed = torch.nn.functional.rms_norm(formed[1].float(), (hidden,), norm.float(), 1e-6)
+        assert error_of(formed[0], normed) < MOST
 
 
 def leave_no_numbers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,18 @@ _PDL: dict[str, Any] = {"PDL": True}
 _LAUNCH: dict[str, Any] = {"launch_pdl": True}
 EXPERTS, TOP_K, SIZE, HIDDEN = 128, 8, 768, 2048
 HALF = EXPERTS // 2  # of a rank with --ep-size 2
+
+
+class _Shape(NamedTuple):
+    """What differs between models beside whose experts there are shared ones, and Qwen3-30B-A3B."""
+
+    experts: int
+    top_k: int
+    size: int
+    shared: int  # parts
+
+
+QWEN3, DEEPSEEK_V2_LITE = _Shape(EXPERTS, TOP_K, SIZE, 0), _Shape(64, 6, 1408, 2)
 _TABLE = dict.fromkeys(
     ("ids_ptr", "pairs_ptr", "experts_ptr", "firsts_ptr", "ends_ptr", "counts_ptr", "starts_ptr"), "*i32"
 )
@@ -45,6 +57,11 @@ def expert_builds() -> list[KernelBuild]:
     builds += [_sum(bf16, has_norm, num_own) for has_norm in (False, True) for num_own in (0, HALF)]
     builds += [_route_rows(bf16), _route_rows(fp32)]
     builds += [build(bf16, num_own=num_own) for build in (_pair_gates, _token_downs) for num_own in (0, HALF)]
+    builds += [build(bf16, shape=DEEPSEEK_V2_LITE) for build in (_pair_gates, _token_downs)]
+    builds += [_sum(bf16, has_norm, 0, DEEPSEEK_V2_LITE.shared) for has_norm in (False, True)]
+    for tokens in (2, 8, 64, 256):
+        tiles = ExpertGemmTiles.choose(tokens * DEEPSEEK_V2_LITE.top_k, DEEPSEEK_V2_LITE.experts, 2, has_room=True)
+        builds += [build(bf16, tokens, tiles, shape=DEEPSEEK_V2_LITE) for build in (_gates, _downs)]
     builds += [build(bf16, kind) for build in (_pair_gates, _packed_downs) for kind in ("e4m3", "e4m3 by 128")]
     builds += [build(tokens, groups) for build in (_rounded_gates, _rounded_downs) for tokens, groups in _ROUNDED]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
@@ -149,16 +166,21 @@ def _of(num_own: int) -> str:
     return f", {num_own} experts" if num_own else ""
 
 
-def _sum(dtype: torch.dtype, has_norm: bool, num_own: int) -> KernelBuild:
+def _beside(shared: int) -> str:
+    return f", beside {shared} shared" if shared else ""
+
+
+def _sum(dtype: torch.dtype, has_norm: bool, num_own: int, shared: int = 0) -> KernelBuild:
     name = TYPE_NAMES[dtype]
     tensors = ("results_ptr", "hidden_ptr", "norm_weight_ptr", "out_ptr", "normed_ptr")
     return KernelBuild(
-        f"sum_choices[{name}{', normed' if has_norm else ''}{_of(num_own)}]",
+        f"sum_choices[{name}{', normed' if has_norm else ''}{_of(num_own)}{_beside(shared)}]",
         sum_choices_kernel,
         {**dict.fromkeys(tensors, f"*{name}"), "ids_ptr": "*i32", "eps": "fp32", "first_own": "i32"},
         {
             "NUM_OWN": num_own,
             "TOP_K": TOP_K,
+            "SHARED": shared,
             "HAS_NORM": has_norm,
             "HIDDEN": HIDDEN,
             "BLOCK": 2048 if has_norm else 1024,
@@ -178,15 +200,15 @@ def _route_rows(dtype: torch.dtype) -> KernelBuild:
     return KernelBuild(f"route_rows[{name}]", route_rows_kernel, types, {**constants, **routing, **_PDL}, _LAUNCH)
 
 
-def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelBuild:
+def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0, shape: _Shape = QWEN3) -> KernelBuild:
     name, tiles = TYPE_NAMES[dtype], FewTiles.of_gates(HIDDEN, 1 if kind else dtype.itemsize)
     assert tiles is not None
     scales, constants = _KINDS[kind] if kind else (f"*{name}", {})
     return KernelBuild(
-        f"pair_gates[{name}{', ' if kind else ''}{kind}{_of(num_own)}]",
+        f"pair_gates[{name}{', ' if kind else ''}{kind}{_of(num_own)}{_beside(shape.shared)}]",
         pair_gates_kernel,
         {
-            **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+            **dict.fromkeys(("x_ptr", "bias_ptr", "shared_ptr", "out_ptr"), f"*{name}"),
             "weight_ptr": "*u8" if kind else f"*{name}",
             "scales_ptr": scales,
             "ids_ptr": "*i32",
@@ -198,15 +220,16 @@ def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelB
             "NUM_OWN": num_own,
             **_FEW_PLAIN,
             **constants,
-            "HAS_BIAS": True,
+            "HAS_BIAS": not shape.shared,
             "HAS_LOAD": True,
-            "LIMIT": 7.0,
-            "TOP_K": TOP_K,
-            "SIZE": SIZE,
+            "LIMIT": 0.0 if shape.shared else 7.0,
+            "TOP_K": shape.top_k,
+            "SHARED": shape.shared,
+            "SIZE": shape.size,
             "HIDDEN": HIDDEN,
-            "NUM_EXPERTS": EXPERTS,
-            "BLOCK_E": 128,
-            "BLOCK_PAIRS": TOP_K,
+            "NUM_EXPERTS": shape.experts,
+            "BLOCK_E": shape.experts,
+            "BLOCK_PAIRS": 8,
             "PDL": LATE.value,
             "BLOCK_N": tiles.block_n,
             "BLOCK_K": tiles.block_k,
@@ -215,15 +238,18 @@ def _pair_gates(dtype: torch.dtype, kind: str = "", num_own: int = 0) -> KernelB
     )
 
 
-def _token_downs(dtype: torch.dtype, num_own: int = 0) -> KernelBuild:
-    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, dtype.itemsize)
+def _token_downs(dtype: torch.dtype, num_own: int = 0, shape: _Shape = QWEN3) -> KernelBuild:
+    num_results = shape.top_k + shape.shared
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(shape.size, num_results, dtype.itemsize)
     assert tiles is not None
+    constants = {"NUM_OWN": num_own, "CHOICES": tiles.choices(num_results), "SHARED": shape.shared}
+    constants |= {"TOP_K": shape.top_k, "SIZE": shape.size, "HAS_BIAS": not shape.shared}
     return KernelBuild(
-        f"token_downs[{name}{_of(num_own)}]",
+        f"token_downs[{name}{_of(num_own)}{_beside(shape.shared)}]",
         token_downs_kernel,
-        {**dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}"), **_CHOICE},
-        {**_DOWNS, "NUM_OWN": num_own, "CHOICES": 4, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
-        {"num_warps": tiles.num_warps, "maxnreg": 128, **_LAUNCH},
+        {**dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "shared_ptr", "out_ptr"), f"*{name}"), **_CHOICE},
+        {**_DOWNS, **constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
+        {"num_warps": tiles.num_warps, "maxnreg": None if shape.shared else 128, **_LAUNCH},
     )
 
 
@@ -275,13 +301,17 @@ def _rounded(label: str, kernel: Any, tokens: int, has_groups: bool) -> KernelBu
     )
 
 
-def _gates(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "") -> KernelBuild:
-    more = {"TOP_K": TOP_K, "LIMIT": 7.0}
-    return _product("expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, more, kind)
+def _gates(
+    dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "", shape: _Shape = QWEN3
+) -> KernelBuild:
+    more = {"LIMIT": 0.0 if shape.shared else 7.0}
+    return _product("expert_gates", expert_gates_kernel, dtype, tokens, tiles.block_m, tiles.gates, more, kind, shape)
 
 
-def _downs(dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "") -> KernelBuild:
-    return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {}, kind)
+def _downs(
+    dtype: torch.dtype, tokens: int, tiles: ExpertGemmTiles, kind: str = "", shape: _Shape = QWEN3
+) -> KernelBuild:
+    return _product("expert_downs", expert_downs_kernel, dtype, tokens, tiles.block_m, tiles.downs, {}, kind, shape)
 
 
 _PLAIN: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": 1 << 30, "HAS_ZEROS": False, "HOPPER": True}
@@ -305,11 +335,13 @@ def _product(
     tiles: ProductTiles,
     more: dict[str, float],
     kind: str,
+    shape: _Shape,
 ) -> KernelBuild:
     name = TYPE_NAMES[dtype]
     scales, constants = _KINDS[kind] if kind else (f"*{name}", {})
     types = {
-        **dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}"),
+        **dict.fromkeys(("x_ptr", "bias_ptr", "shared_ptr", "out_ptr"), f"*{name}"),
+        "num_tokens": "i32",
         **_TABLE,
         "weight_ptr": "*u8" if kind else f"*{name}",
         "scales_ptr": scales,
@@ -317,15 +349,17 @@ def _product(
         "factors_ptr": "*fp32",
     }
     return KernelBuild(
-        f"{label}[{name}, {kind + ', ' if kind else ''}{tokens} tokens]",
+        f"{label}[{name}, {kind + ', ' if kind else ''}{tokens} tokens{_beside(shape.shared)}]",
         kernel,
         {argument: kind for argument, kind in types.items() if argument in kernel.arg_names},
         {
             **more,
             **_PLAIN,
             **constants,
-            "HAS_BIAS": True,
-            "SIZE": SIZE,
+            "HAS_BIAS": not shape.shared,
+            "TOP_K": shape.top_k,
+            "SHARED": shape.shared,
+            "SIZE": shape.size,
             "HIDDEN": HIDDEN,
             "BLOCK_M": block_m,
             "BLOCK_N": tiles.block_n,

@@ -3,6 +3,9 @@
 Rows are sorted by expert (`expert_tiles.py`), so with few rows each chosen expert's weights are read once. Results are stored for each
 choice of a token and added in the order of its choices, so the same step gives the same bits every time. A rank that has some of the
 experts only (--ep-size) computes nothing for choices of others, and adds nothing for them.
+
+The shared expert is computed beside the chosen ones, in SHARED parts of the size of one of those, which have all tokens. Its tiles come
+first. Rows of its activations and results are behind those of the pairs: of token t and part p at row pairs + t * SHARED + p.
 """
 
 from __future__ import annotations
@@ -83,18 +86,46 @@ def activate(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr) -> tl.tensor:
         return gate * tl.sigmoid(gate) * up
 
 
-@kernel(one_variant_for=())
+@jit
+def _find_tile(
+    number: tl.tensor,
+    experts_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_tokens: int,
+    SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tl.tuple:
+    """Return (first row, end, expert, part of the shared expert, whether it is a tile of that). Rows of the shared expert are tokens."""
+    if SHARED == 0:
+        expert = tl.load(experts_ptr + number).to(tl.int64)
+        return tl.load(firsts_ptr + number), tl.load(ends_ptr + number), expert, 0, False
+    else:
+        num_shared = tl.cdiv(num_tokens, BLOCK_M) * SHARED
+        is_shared, tile = number < num_shared, number - num_shared
+        first = tl.load(firsts_ptr + tile, mask=tile >= 0, other=0)
+        end = tl.load(ends_ptr + tile, mask=tile >= 0, other=0)
+        expert = tl.load(experts_ptr + tile, mask=tile >= 0, other=0).to(tl.int64)
+        token = number // SHARED * BLOCK_M
+        end = tl.where(is_shared, tl.minimum(token + BLOCK_M, num_tokens), end)
+        return tl.where(is_shared, token, first), end, expert, number % SHARED, is_shared
+
+
+@kernel(one_variant_for=("num_tokens",))
 def expert_gates_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    shared_ptr: tl.tensor,  # [2 * SHARED * SIZE, HIDDEN]: gates, then ups
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    num_tokens: int,
+    SHARED: tl.constexpr,  # parts of the shared expert; 0: it is not computed here
     KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py)
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -112,20 +143,28 @@ def expert_gates_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the activated gates and ups for the rows of tile t, in sorted order."""
-    tile = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    first, end, expert, part, is_shared = _find_tile(
+        tl.program_id(1), experts_ptr, firsts_ptr, ends_ptr, num_tokens, SHARED, BLOCK_M
+    )
     if first < end:
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
-        tokens = tl.load(pairs_ptr + rows, mask=is_row, other=0) // TOP_K
+        if SHARED == 0:
+            tokens, places = tl.load(pairs_ptr + rows, mask=is_row, other=0) // TOP_K, rows
+        else:
+            pairs = tl.load(pairs_ptr + rows, mask=rows < tl.where(is_shared, first, end), other=0)
+            tokens = tl.where(is_shared, rows, pairs // TOP_K)
+            places = tl.where(is_shared, num_tokens * TOP_K + rows * SHARED + part, rows)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = (columns < SIZE)[None, :]
-        expert = tl.load(experts_ptr + tile).to(tl.int64)
         WIDTH: tl.constexpr = HIDDEN // 2 if KIND >= INT4 else HIDDEN
-        of_expert = weight_ptr + expert * (2 * SIZE * WIDTH)
+        of_expert, to_ups = weight_ptr + expert * (2 * SIZE * WIDTH), SIZE * WIDTH
+        if SHARED > 0:
+            of_expert = tl.where(is_shared, shared_ptr + part * (SIZE * HIDDEN), of_expert)
+            to_ups = tl.where(is_shared, SHARED * SIZE * HIDDEN, SIZE * HIDDEN)
         x_at = x_ptr + tokens.to(tl.int64)[:, None] * HIDDEN
         gate_at = of_expert + columns[None, :] * WIDTH
         groups_at = expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + columns
@@ -140,7 +179,7 @@ def expert_gates_kernel(
                 x = tl.load(x_at + k, mask=is_row[:, None] & (k < HIDDEN), other=0.0).to(DOT)
                 is_weight = (columns < SIZE)[:, None] & (k < HIDDEN)
                 gates = tl.load(weight_at, mask=is_weight, other=0.0).to(DOT)
-                ups = tl.load(weight_at + SIZE * HIDDEN, mask=is_weight, other=0.0).to(DOT)
+                ups = tl.load(weight_at + to_ups, mask=is_weight, other=0.0).to(DOT)
                 gate = tl.dot(gates, tl.trans(x), gate, input_precision="ieee")
                 up = tl.dot(ups, tl.trans(x), up, input_precision="ieee")
             elif KIND >= INT4:
@@ -166,7 +205,7 @@ def expert_gates_kernel(
                 is_weight = is_column & inside[:, None]
                 if KIND == PLAIN:
                     gates = tl.load(gate_at + k[:, None], mask=is_weight, other=0.0).to(DOT)
-                    ups = tl.load(gate_at + SIZE * HIDDEN + k[:, None], mask=is_weight, other=0.0).to(DOT)
+                    ups = tl.load(gate_at + to_ups + k[:, None], mask=is_weight, other=0.0).to(DOT)
                     gate = tl.dot(x, gates, gate, input_precision="ieee")
                     up = tl.dot(x, ups, up, input_precision="ieee")
                 else:
@@ -186,27 +225,31 @@ def expert_gates_kernel(
             gate += tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_at + SIZE, mask=columns < SIZE, other=0.0).to(tl.float32)[None, :]
         activated = activate(gate, up, LIMIT)
-        out_at = out_ptr + rows.to(tl.int64)[:, None] * SIZE + columns[None, :]
+        out_at = out_ptr + places.to(tl.int64)[:, None] * SIZE + columns[None, :]
         tl.store(out_at, activated.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
 
 
-@kernel(one_variant_for=())
+@kernel(one_variant_for=("num_tokens",))
 def expert_downs_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    shared_ptr: tl.tensor,  # [HIDDEN, SHARED * SIZE]
     out_ptr: tl.tensor,
     factors_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     ends_ptr: tl.tensor,
+    num_tokens: int,
+    SHARED: tl.constexpr,  # parts of the shared expert; 0: it is not computed here
     KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py)
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -218,21 +261,25 @@ def expert_downs_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Program (n, t) computes block n of the weighted results for the rows of tile t, and stores each at its pair."""
-    tile = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    first, end = tl.load(firsts_ptr + tile), tl.load(ends_ptr + tile)
+    first, end, expert, part, is_shared = _find_tile(
+        tl.program_id(1), experts_ptr, firsts_ptr, ends_ptr, num_tokens, SHARED, BLOCK_M
+    )
     if first < end:
         rows = first + tl.arange(0, BLOCK_M)
         is_row = rows < end
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = (columns < HIDDEN)[None, :]
-        expert = tl.load(experts_ptr + tile).to(tl.int64)
         WIDTH: tl.constexpr = SIZE // 2 if KIND >= INT4 else SIZE
-        of_expert = weight_ptr + expert * (HIDDEN * WIDTH)
-        x_at = x_ptr + rows.to(tl.int64)[:, None] * SIZE
-        weight_at = of_expert + columns[None, :] * WIDTH
+        of_expert, row_size, places = weight_ptr + expert * (HIDDEN * WIDTH), WIDTH, rows
+        if SHARED > 0:
+            of_expert = tl.where(is_shared, shared_ptr + part * SIZE, of_expert)
+            row_size = tl.where(is_shared, SHARED * SIZE, SIZE)
+            places = tl.where(is_shared, num_tokens * TOP_K + rows * SHARED + part, rows)
+        x_at = x_ptr + places.to(tl.int64)[:, None] * SIZE
+        weight_at = of_expert + columns[None, :] * row_size
         groups_at = expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + columns
         scales_at, zeros_at = scales_ptr + groups_at, zeros_ptr + groups_at
         IS_SWAPPED: tl.constexpr = SWAP and KIND == PLAIN
@@ -241,7 +288,7 @@ def expert_downs_kernel(
             if IS_SWAPPED:
                 k = begin + tl.arange(0, BLOCK_K)[None, :]
                 is_weight = (columns < HIDDEN)[:, None] & (k < SIZE)
-                weight = tl.load(of_expert + columns[:, None] * SIZE + k, mask=is_weight, other=0.0).to(DOT)
+                weight = tl.load(of_expert + columns[:, None] * row_size + k, mask=is_weight, other=0.0).to(DOT)
                 x = tl.load(x_at + k, mask=is_row[:, None] & (k < SIZE), other=0.0).to(DOT)
                 sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
             elif KIND >= INT4:
@@ -273,8 +320,14 @@ def expert_downs_kernel(
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
             sums += bias.to(tl.float32)[None, :]
-        pairs = tl.load(pairs_ptr + rows, mask=is_row, other=0)
-        factors = tl.load(factors_ptr + pairs, mask=is_row, other=0.0)
+        if SHARED == 0:
+            pairs = tl.load(pairs_ptr + rows, mask=is_row, other=0)
+            factors = tl.load(factors_ptr + pairs, mask=is_row, other=0.0)
+        else:
+            is_pair = rows < tl.where(is_shared, first, end)
+            pairs = tl.load(pairs_ptr + rows, mask=is_pair, other=0)
+            factors = tl.where(is_shared, 1.0, tl.load(factors_ptr + pairs, mask=is_pair, other=0.0))
+            pairs = tl.where(is_shared, places, pairs)
         out_at = out_ptr + pairs.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
         tl.store(out_at, (sums * factors[:, None]).to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
 
@@ -291,6 +344,7 @@ def sum_choices_kernel(
     first_own: int,
     NUM_OWN: tl.constexpr,  # 0: all experts are here
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # parts of the shared expert, whose results are behind those of all pairs
     HAS_NORM: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -316,6 +370,9 @@ def sum_choices_kernel(
             total += tl.load(at, mask=columns < end, other=0.0).to(tl.float32)
         else:
             total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(SHARED):
+        row = tl.num_programs(0).to(tl.int64) * TOP_K + token * SHARED + part
+        total += tl.load(results_ptr + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         total += tl.load(hidden_ptr + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     let_next_start_late(PDL)
@@ -382,7 +439,7 @@ def multiply_experts(
     weights are multiplied as they are.
     """
     results = multiply_choices(x, ids, factors, weights, tiles, pdl)
-    return add_choices(results, len(x), pdl, OwnChoices.of(ids, weights))
+    return add_choices(results, len(x), pdl, OwnChoices.of(ids, weights), weights.num_shared_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,14 +455,19 @@ class OwnChoices:
         return None if weights.own is None else cls(ids, weights.own)
 
 
-def add_choices(results: torch.Tensor, num_tokens: int, pdl: int = 0, own: OwnChoices | None = None) -> torch.Tensor:
-    """Return the sum of each token's results [tokens, hidden], for what `multiply_choices` returns. `own` has those that are there."""
+def add_choices(
+    results: torch.Tensor, num_tokens: int, pdl: int = 0, own: OwnChoices | None = None, num_shared: int = 0
+) -> torch.Tensor:
+    """Return the sum of each token's results [tokens, hidden], for what `multiply_choices` returns. `own` has those that are there.
+
+    `num_shared` is the number of the shared expert's parts among them.
+    """
     hidden, block = results.shape[1], _SUM_BLOCK
     out = torch.empty((num_tokens, hidden), dtype=results.dtype, device=results.device)
     sum_choices_kernel[(num_tokens, triton.cdiv(hidden, block))](
         results, results if own is None else own.ids, out, out, out, out, 0.0, 0 if own is None else own.experts.start,
-        NUM_OWN=0 if own is None else len(own.experts), TOP_K=len(results) // num_tokens, HAS_NORM=False, HIDDEN=hidden,
-        BLOCK=block, **pdl_options(pdl),
+        NUM_OWN=0 if own is None else len(own.experts), TOP_K=len(results) // num_tokens - num_shared, SHARED=num_shared,
+        HAS_NORM=False, HIDDEN=hidden, BLOCK=block, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -417,6 +479,7 @@ def add_choices_and_norm(
     eps: float,
     pdl: int = 0,
     own: OwnChoices | None = None,
+    num_shared: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (the norm of hidden + the sum of each token's results, that sum), for arguments as those of `add_choices`."""
     num_tokens, size = hidden.shape
@@ -425,7 +488,7 @@ def add_choices_and_norm(
     sum_choices_kernel[(num_tokens, 1)](
         results, results if own is None else own.ids, hidden, norm_weight, total, normed, eps,
         0 if own is None else own.experts.start, NUM_OWN=0 if own is None else len(own.experts),
-        TOP_K=len(results) // num_tokens, HAS_NORM=True, HIDDEN=size, BLOCK=block,
+        TOP_K=len(results) // num_tokens - num_shared, SHARED=num_shared, HAS_NORM=True, HIDDEN=size, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16), **pdl_options(pdl),
     )  # fmt: skip
     return normed, total
@@ -441,30 +504,35 @@ def multiply_choices(
 ) -> torch.Tensor:
     """Return the weighted result of each choice of each token [tokens * top_k, hidden], for arguments as in `multiply_experts`.
 
-    Results of experts that are not here are undefined.
+    Results of experts that are not here are undefined. Behind them are those of the shared expert's parts [tokens * parts, hidden], if the
+    weights have it.
     """
+    assert weights.shared is None or weights.can_be_beside_shared, "products of its own compute this shared expert"
     num_experts, hidden, size = weights.down.shape
     has_room = isinstance(weights.gate_up, torch.Tensor) and is_hopper(x.device)
     tiles = tiles or ExpertGemmTiles.choose(expected_pairs(ids, weights), num_experts, x.itemsize, has_room)
     table = ExpertTiles.sort(ids, weights.num_routed, tiles.block_m, weights.load, pdl, weights.own)
-    activated = torch.empty((ids.numel(), size), dtype=x.dtype, device=x.device)
-    results = torch.empty((ids.numel(), hidden), dtype=x.dtype, device=x.device)
+    shared, num_shared = weights.shared, weights.num_shared_parts
+    num_results = ids.numel() + len(x) * num_shared
+    activated = torch.empty((num_results, size), dtype=x.dtype, device=x.device)
+    results = torch.empty((num_results, hidden), dtype=x.dtype, device=x.device)
     rows = (table.pairs, table.experts, table.firsts, table.ends)
     shape: dict[str, Any] = {"SIZE": size, "HIDDEN": hidden, "BLOCK_M": tiles.block_m, "DOT": dot_dtype(x.dtype)}
     shape["HOPPER"] = x.dtype is torch.bfloat16 and is_hopper(x.device)
-    shape |= pdl_options(pdl)
-    num_tiles = len(table.experts)
+    shape |= {"TOP_K": ids.shape[1], "SHARED": num_shared, **pdl_options(pdl)}
+    num_tiles = len(table.experts) + triton.cdiv(len(x), tiles.block_m) * num_shared
     gates, downs = StoredMatrices.of(weights.gate_up), StoredMatrices.of(weights.down)
     gate_tiles, down_tiles = gates.fitting(tiles.gates), downs.fitting(tiles.downs)
     expert_gates_kernel[(triton.cdiv(size, gate_tiles.block_n), num_tiles)](
         x,
         *gates.tensors,
         x if weights.gate_up_bias is None else weights.gate_up_bias,
+        x if shared is None else shared.gate_up,
         activated,
         *rows,
+        len(x),
         HAS_BIAS=weights.gate_up_bias is not None,
         LIMIT=weights.limit or 0.0,
-        TOP_K=ids.shape[1],
         **shape,
         **gates.constants,
         **_options(gate_tiles),
@@ -473,9 +541,11 @@ def multiply_choices(
         activated,
         *downs.tensors,
         x if weights.down_bias is None else weights.down_bias,
+        x if shared is None else shared.down,
         results,
         factors,
         *rows,
+        len(x),
         HAS_BIAS=weights.down_bias is not None,
         **shape,
         **downs.constants,

@@ -67,22 +67,25 @@ class FewTiles:
         return cls.choose(hidden, 2, item_size, _GATE_BYTES)
 
     @classmethod
-    def of_downs(cls, size: int, top_k: int, item_size: int) -> FewTiles | None:
-        tiles = cls.choose(size, top_k, item_size, _DOWN_BYTES)
+    def of_downs(cls, size: int, num_results: int, item_size: int) -> FewTiles | None:
+        """Return tiles for programs that each add up a token's results: those of its choices, and of the shared expert's parts."""
+        tiles = cls.choose(size, num_results, item_size, _DOWN_BYTES)
         while (
-            tiles is not None and tiles.block_n > 1 and tiles._down_registers(size, top_k, item_size) > _MOST_REGISTERS
+            tiles is not None
+            and tiles.block_n > 1
+            and tiles._down_registers(size, num_results, item_size) > _MOST_REGISTERS
         ):
             tiles = replace(tiles, block_n=tiles.block_n // 2)
         return tiles
 
-    def choices(self, top_k: int) -> int:
+    def choices(self, num_results: int) -> int:
         """Return the number of choices of a tile of plain downs."""
-        return math.gcd(top_k, self.num_warps)
+        return math.gcd(num_results, self.num_warps)
 
-    def _down_registers(self, size: int, top_k: int, item_size: int) -> int:
+    def _down_registers(self, size: int, num_results: int, item_size: int) -> int:
         """Return how many registers of a thread hold weights of downs and, if these are plain, sums."""
-        weights = top_k * -(-size // self.block_k) * self.block_k * item_size // 4
-        sums = self.choices(top_k) * self.block_k if item_size > 1 else 0
+        weights = num_results * -(-size // self.block_k) * self.block_k * item_size // 4
+        sums = self.choices(num_results) * self.block_k if item_size > 1 else 0
         return self.block_n * (weights + sums) // (32 * self.num_warps)
 
 
@@ -237,11 +240,13 @@ def pair_gates_kernel(
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,  # [experts, groups of inputs, 2 * SIZE] f32, if the weights are e4m3 numbers
     bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,  # [pairs, SIZE]
+    shared_ptr: tl.tensor,  # [2 * SHARED * SIZE, HIDDEN]: gates, then ups
+    out_ptr: tl.tensor,  # [pairs + tokens * SHARED, SIZE]
     ids_ptr: tl.tensor,
     load_ptr: tl.tensor,
     num_pairs: int,
     first_own: int,
+    SHARED: tl.constexpr,  # parts of the shared expert, which are pairs of each token behind all others; 0: it is not computed here
     KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN or E4M3
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -276,16 +281,28 @@ def pair_gates_kernel(
                 counts = tl.where(tl.arange(0, BLOCK_E) < NUM_EXPERTS, counts, 0)
                 add_step_to_load(counts, load_ptr, NUM_EXPERTS, BLOCK_E)
     else:
-        expert, is_own = _own_expert(tl.load(ids_ptr + pair), first_own, NUM_OWN)
+        token, to_ups = pair // TOP_K, SIZE * HIDDEN
+        if SHARED == 0:
+            expert, is_own = _own_expert(tl.load(ids_ptr + pair), first_own, NUM_OWN)
+            of_expert = weight_ptr + expert * (2 * SIZE * HIDDEN)
+        else:
+            is_shared, behind = pair >= num_pairs, pair - num_pairs
+            chosen = tl.load(ids_ptr + pair, mask=behind < 0, other=0)
+            expert, is_own = _own_expert(chosen, first_own, NUM_OWN)
+            is_own = tl.where(is_shared, 1, is_own)
+            token = tl.where(is_shared, behind // SHARED, token)
+            of_part = shared_ptr + behind % SHARED * (SIZE * HIDDEN)
+            of_expert = tl.where(is_shared, of_part, weight_ptr + expert * (2 * SIZE * HIDDEN))
+            to_ups = tl.where(is_shared, SHARED * SIZE * HIDDEN, to_ups)
         outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         is_output = outputs < SIZE * is_own
-        rows = weight_ptr + expert * (2 * SIZE * HIDDEN) + outputs[:, None] * HIDDEN
+        rows = of_expert + outputs[:, None] * HIDDEN
         gates, ups = _none(), _none()
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             is_weight = is_output[:, None] & (k < HIDDEN)[None, :]
             gates = _with(gates, _stream(rows + k[None, :], is_weight))
-            ups = _with(ups, _stream(rows + SIZE * HIDDEN + k[None, :], is_weight))
+            ups = _with(ups, _stream(rows + to_ups + k[None, :], is_weight))
         tl.debug_barrier()  # without it the compiler requests some weights only after it has multiplied others
         scales_at = scales_ptr + expert * (2 * SIZE * ((HIDDEN + GROUP - 1) // GROUP)) + outputs
         SUMS: tl.constexpr = BLOCK_K if GROUP > HIDDEN else BLOCK_K // GROUP
@@ -293,7 +310,7 @@ def pair_gates_kernel(
         up_sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
-            x = tl.load(x_ptr + pair // TOP_K * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + token * HIDDEN + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
             gate_sums += _products(
                 gates[step], x, scales_at, is_output, step * BLOCK_K,
                 KIND, GROUP, HIDDEN, 2 * SIZE, BLOCK_N, BLOCK_K, HOPPER,
@@ -316,13 +333,15 @@ def pair_gates_kernel(
 
 @kernel(one_variant_for=("first_own",))
 def token_downs_kernel(
-    x_ptr: tl.tensor,  # [pairs, SIZE]
+    x_ptr: tl.tensor,  # [pairs + tokens * SHARED, SIZE]
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    shared_ptr: tl.tensor,  # [HIDDEN, SHARED * SIZE]
     out_ptr: tl.tensor,  # [tokens, HIDDEN]
     ids_ptr: tl.tensor,
     factors_ptr: tl.tensor,
     first_own: int,
+    SHARED: tl.constexpr,  # parts of the shared expert, which are choices of each token behind all others
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     SIZE: tl.constexpr,
@@ -334,6 +353,8 @@ def token_downs_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Program (t, n) computes block n of the weighted sum of the results of token t's choices of experts that are here.
+
+    The shared expert is one of them, if it is computed here.
 
     In a tile of CHOICES choices a warp has choices of its own, with all outputs of the program. So it reads only their inputs, and the
     warps exchange their sums once.
@@ -347,33 +368,44 @@ def token_downs_kernel(
     columns = tl.arange(0, BLOCK_K)[None, None, :]
     weights, factors, owns = _none(), _none(), _none()
     bias = tl.zeros([1, BLOCK_N, 1], tl.float32)
-    for first in tl.static_range(0, TOP_K, CHOICES):
+    for first in tl.static_range(0, TOP_K + SHARED, CHOICES):
         experts = tl.zeros([CHOICES, 1, 1], tl.int32)
         of_tile = tl.zeros([CHOICES, 1, 1], tl.float32)
         for place in tl.static_range(CHOICES):
-            # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
-            chosen = tl.load(ids_ptr + token * TOP_K + first + place, cache_modifier=".cg")
-            factor = tl.load(factors_ptr + token * TOP_K + first + place, cache_modifier=".cg")
-            # Not by `where`, for which the compiler would load the choices one after the other.
-            experts += chosen * (choices == place).to(tl.int32)
-            of_tile += factor * (choices == place).to(tl.float32)
-            if HAS_BIAS:
-                expert, is_own = _own_expert(chosen, first_own, NUM_OWN)
-                of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN * is_own, other=0.0)
-                bias += of_expert.to(tl.float32) * factor
+            if first + place < TOP_K:
+                # The choice is there once this kernel has started. Read past the L1 cache (.cg), which may hold old values.
+                chosen = tl.load(ids_ptr + token * TOP_K + first + place, cache_modifier=".cg")
+                factor = tl.load(factors_ptr + token * TOP_K + first + place, cache_modifier=".cg")
+                # Not by `where`, for which the compiler would load the choices one after the other.
+                experts += chosen * (choices == place).to(tl.int32)
+                of_tile += factor * (choices == place).to(tl.float32)
+                if HAS_BIAS:
+                    expert, is_own = _own_expert(chosen, first_own, NUM_OWN)
+                    of_expert = tl.load(bias_ptr + expert * HIDDEN + outputs, mask=outputs < HIDDEN * is_own, other=0.0)
+                    bias += of_expert.to(tl.float32) * factor
+            else:
+                of_tile += (choices == place).to(tl.float32)
         expert, is_own = _own_expert(experts, first_own, NUM_OWN)
-        owns, factors = _with(owns, is_own), _with(factors, of_tile)
         rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs * SIZE
+        if first + CHOICES > TOP_K:
+            part = first + choices - TOP_K
+            rows = tl.where(part >= 0, shared_ptr + part * SIZE + outputs * (SHARED * SIZE), rows)
+            is_own = tl.where(part >= 0, 1, is_own)
+        owns, factors = _with(owns, is_own), _with(factors, of_tile)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             weights = _with(weights, _stream(rows + k, (outputs < HIDDEN * is_own) & (k < SIZE)))
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
     sums = tl.zeros([CHOICES, BLOCK_N, BLOCK_K], tl.float32)
-    for tile in tl.static_range(TOP_K // CHOICES):
+    for tile in tl.static_range((TOP_K + SHARED) // CHOICES):
+        x_row = token * TOP_K + tile * CHOICES + choices
+        if tile * CHOICES + CHOICES > TOP_K:
+            part = tile * CHOICES + choices - TOP_K
+            x_row = tl.where(part >= 0, tl.num_programs(0) * TOP_K + token * SHARED + part, x_row)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
-            x_at = x_ptr + (token * TOP_K + tile * CHOICES + choices) * SIZE + k
+            x_at = x_ptr + x_row * SIZE + k
             x = tl.load(x_at, mask=k < SIZE * owns[tile], other=0.0).to(tl.float32)
             sums += weights[tile * STEPS + step].to(tl.float32) * (x * factors[tile])
     total = tl.sum(tl.sum(sums, 2, keep_dims=True), 0, keep_dims=True) + bias
@@ -494,8 +526,18 @@ def tiles_of_few(ids: torch.Tensor, weights: ExpertWeights, item_size: int) -> t
         return None
     sizes = [item_size if one.is_plain else 1 for one in stored]
     _, hidden, size = weights.down.shape
-    gates, downs = FewTiles.of_gates(hidden, sizes[0]), FewTiles.of_downs(size, ids.shape[1], sizes[1])
+    num_results = ids.shape[1] + weights.num_shared_parts
+    gates, downs = FewTiles.of_gates(hidden, sizes[0]), FewTiles.of_downs(size, num_results, sizes[1])
     return None if gates is None or downs is None else (gates, downs)
+
+
+def keeps_warps_busy(top_k: int, num_parts: int) -> bool:
+    """Return whether parts of a shared expert leave as many warps of `token_downs` at work as a token's choices alone.
+
+    Warps divide choices and parts evenly: as many warps work as the greatest common divisor of their number and that of choices and parts.
+    """
+    tiles = FewTiles(1, 1)
+    return tiles.choices(top_k + num_parts) >= tiles.choices(top_k)
 
 
 def multiply_few(
@@ -512,31 +554,30 @@ def multiply_few(
     size, num_experts, (gates, downs) = weights.down.shape[2], weights.num_routed, tiles
     num_own = 0 if weights.own is None else len(weights.own)
     assert ids.numel() <= MOST_PAIRS, ids.shape
-    is_on_hopper = is_hopper(x.device)
-    activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
-    pair_gates_kernel[(num_tokens * top_k, triton.cdiv(size, gates.block_n) + (weights.load is not None))](
-        x, *gate_up.tensors[:2], x if weights.gate_up_bias is None else weights.gate_up_bias, activated, ids,
-        ids if weights.load is None else weights.load, num_tokens * top_k, weights.first, KIND=gate_up.kind,
-        GROUP=gate_up.group, HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None,
+    assert weights.shared is None or weights.can_be_beside_shared, "products of its own compute this shared expert"
+    shared, num_shared, is_on_hopper = weights.shared, weights.num_shared_parts, is_hopper(x.device)
+    num_pairs = num_tokens * top_k
+    num_results = num_pairs + num_tokens * num_shared
+    activated = torch.empty((num_results, size), dtype=x.dtype, device=x.device)
+    pair_gates_kernel[(num_results, triton.cdiv(size, gates.block_n) + (weights.load is not None))](
+        x, *gate_up.tensors[:2], x if weights.gate_up_bias is None else weights.gate_up_bias,
+        x if shared is None else shared.gate_up, activated, ids, ids if weights.load is None else weights.load,
+        num_pairs, weights.first, SHARED=num_shared, KIND=gate_up.kind, GROUP=gate_up.group,
+        HAS_BIAS=weights.gate_up_bias is not None, HAS_LOAD=weights.load is not None,
         LIMIT=weights.limit or 0.0, TOP_K=top_k, SIZE=size, HIDDEN=hidden, NUM_EXPERTS=num_experts, NUM_OWN=num_own,
-        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_PAIRS=triton.next_power_of_2(num_tokens * top_k),
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_PAIRS=triton.next_power_of_2(num_pairs),
         BLOCK_N=gates.block_n, BLOCK_K=gates.block_k, HOPPER=is_on_hopper, num_warps=gates.num_warps,
         **pdl_options(LATE.value if pdl else 0),
     )  # fmt: skip
     out = torch.empty_like(x)
     bias = x if weights.down_bias is None else weights.down_bias
     grid = (num_tokens, triton.cdiv(hidden, downs.block_n))
-    sizes = {
-        "HAS_BIAS": weights.down_bias is not None,
-        "TOP_K": top_k,
-        "SIZE": size,
-        "HIDDEN": hidden,
-        "NUM_OWN": num_own,
-    }
-    sizes |= {"BLOCK_N": downs.block_n, "BLOCK_K": downs.block_k, "num_warps": downs.num_warps}
+    sizes = {"HAS_BIAS": weights.down_bias is not None, "TOP_K": top_k, "SIZE": size, "HIDDEN": hidden}
+    sizes |= {"NUM_OWN": num_own, "BLOCK_N": downs.block_n, "BLOCK_K": downs.block_k, "num_warps": downs.num_warps}
     if down.is_plain:
         token_downs_kernel[grid](
-            activated, down.tensors[0], bias, out, ids, factors, weights.first, CHOICES=downs.choices(top_k),
+            activated, down.tensors[0], bias, x if shared is None else shared.down, out, ids, factors, weights.first,
+            SHARED=num_shared, CHOICES=downs.choices(top_k + num_shared),
             maxnreg=_DOWN_REGISTERS if math.prod(grid) <= _DOWN_PROGRAMS else None, **sizes, **pdl_options(pdl),
         )  # fmt: skip
     else:

@@ -179,6 +179,7 @@ def multiply_rounded(
     pdl: int = 0,
 ) -> torch.Tensor:
     """Return what `multiply_choices` returns, for e4m3 numbers and inputs rounded to such, 128 at a time."""
+    assert weights.shared is None, "products of its own compute this shared expert"
     num_experts, hidden, size = weights.down.shape
     num_pairs, device = ids.numel(), x.device
     tiles = tiles or RoundedTiles.choose(expected_pairs(ids, weights), num_experts)

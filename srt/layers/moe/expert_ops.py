@@ -54,6 +54,14 @@ class ExpertMatrices(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMatrices:
+    """The plain matrices of a shared expert, whose result is added to that of the chosen ones."""
+
+    gate_up: Tensor  # [2 * size, hidden_size]: gates, then ups
+    down: Tensor  # [hidden_size, size]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The matrices of a rank's experts, in the order in which the router counts them."""
 
@@ -65,11 +73,25 @@ class ExpertWeights:
     load: Tensor | None = None  # [all experts + 2] i64: what `add_load` adds up
     first: int = 0  # the router's number of the first of these experts
     num_all: int | None = None  # experts that the router chooses from; None: these are all
+    shared: SharedMatrices | None = None  # None: it is computed elsewhere, or there is none
 
     @property
     def num_routed(self) -> int:
         """How many experts the router chooses from."""
         return self.down.shape[0] if self.num_all is None else self.num_all
+
+    @property
+    def can_be_beside_shared(self) -> bool:
+        """Whether all matrices are plain, without biases and a limit, and a shared expert has a multiple of an expert's size."""
+        if self.shared is None or not isinstance(self.gate_up, Tensor) or not isinstance(self.down, Tensor):
+            return False
+        is_plain = all(one is None for one in (self.gate_up_bias, self.down_bias, self.limit))
+        return is_plain and self.shared.down.shape[1] % self.down.shape[2] == 0
+
+    @property
+    def num_shared_parts(self) -> int:
+        """Into how many parts of the size of an expert kernels divide the shared one, which is a multiple of it; 0 if it is not here."""
+        return 0 if self.shared is None else self.shared.down.shape[1] // self.down.shape[2]
 
     @property
     def own(self) -> range | None:
@@ -96,8 +118,12 @@ class ExpertOps:
         bias = None if router.bias is None else router.bias.float()
         return choose(F.linear(x.float(), router.weight.float(), bias), router.routing, router.correction)
 
+    def computes_shared(self, num_tokens: int, top_k: int, weights: ExpertWeights) -> bool:
+        """Return whether `multiply` computes the shared expert among these weights faster than products of its own do."""
+        return False
+
     def multiply(self, x: Tensor, choice: Choice, weights: ExpertWeights) -> Tensor:
-        """Return the weighted sum of the results of each token's experts [tokens, hidden_size].
+        """Return the weighted sum of the results of each token's experts [tokens, hidden_size], with the shared one's if it is here.
 
         The tokens of each expert are multiplied together. The results of a token are added by falling score, so the sum does not depend on
         the other tokens' experts. Experts of other ranks add nothing.
@@ -121,7 +147,10 @@ class ExpertOps:
             results[pairs] = _product(activated, weights.down, expert, weights.down_bias)
             first += count
         weighted: Tensor = results.view(-1, top_k, results.shape[1]) * choice.weights.unsqueeze(-1)
-        return weighted.sum(dim=1).to(x.dtype)
+        total = weighted.sum(dim=1)
+        if weights.shared is not None:
+            total += F.linear(activate(F.linear(x, weights.shared.gate_up), weights.limit), weights.shared.down)
+        return total.to(x.dtype)
 
 
 TORCH_EXPERT_OPS: Final = ExpertOps()

@@ -85,9 +85,9 @@ class ExpertLayers(WeightedModule):
         # On the CPU even while the model is built on the meta device, because it is not read from a checkpoint.
         self.register_buffer("load", torch.zeros(num_all + 2, dtype=torch.int64, device="cpu"), persistent=False)
 
-    def forward(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return what this rank adds to the weighted sum of the chosen experts' results."""
-        return self._ops.multiply(x, choice, self.matrices)
+    def forward(self, x: Tensor, choice: Choice, weights: ExpertWeights | None = None) -> Tensor:
+        """Return what this rank adds to the weighted sum of the chosen experts' results. `weights`: its own, with a shared expert."""
+        return self._ops.multiply(x, choice, self.matrices if weights is None else weights)
 
     @property
     def matrices(self) -> ExpertWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from srt.distributed.parallel_state import TensorParallel
 from srt.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-from srt.layers.moe.expert_ops import Choice
+from srt.layers.moe.expert_ops import Choice, ExpertWeights, SharedMatrices
 from srt.layers.moe.experts import ExpertLayers, RouterWeight
 from srt.layers.ops import LayerOps, Routed, Stream
 from srt.layers.weights import ColumnPart
@@ -39,18 +40,28 @@ class Mixture(nn.Module):
             parts = [ColumnPart(shared.gate, 1, 0, 1)]
             self.add_module(shared.gate, ColumnParallelLinear(hidden_size, parts, False, self._ops))
 
-    @property
-    def has_shared(self) -> bool:
-        """Whether there is an expert that every token takes."""
-        return bool(self._shared_name)
+    def complete_weights(self, routed: Routed) -> ExpertWeights | None:
+        """Return the weights with which the operations of experts compute all of the mixture; None if the shared expert is left out.
+
+        A shared expert has products of its own if it has a gate, if its weights are quantised, or if `ExpertOps.computes_shared` is False.
+        """
+        weights = self.experts.matrices
+        if not self._shared_name:
+            return weights
+        matrices = None if self._gate_name else self._shared.matrices
+        if matrices is None:
+            return None
+        weights = replace(weights, shared=matrices)
+        num_tokens, top_k = routed.choice.ids.shape
+        return weights if self._ops.experts.computes_shared(num_tokens, top_k, weights) else None
 
     def summand(self, routed: Routed) -> Tensor:
         """Return what this rank adds to the result."""
-        x = routed.normed
-        chosen: Tensor = self.experts(x, routed.choice)
-        if not self._shared_name:
+        x, weights = routed.normed, self.complete_weights(routed)
+        chosen: Tensor = self.experts(x, routed.choice, weights)
+        if weights is not None:
             return chosen
-        shared = cast("SharedExpertLayers", self._part(self._shared_name))
+        shared = self._shared
         if not self._gate_name:
             return shared.onto(chosen, x)
         return torch.addcmul(chosen, shared(x), self._part(self._gate_name)(x).sigmoid())
@@ -67,6 +78,10 @@ class Mixture(nn.Module):
         """Compute this rank's summand of the tokens of other attention groups, in a step in which its own group has none."""
         none = self.router.weight.new_empty(0, self.router.weight.shape[1])
         self.sum(self.router(Stream(none)))
+
+    @property
+    def _shared(self) -> SharedExpertLayers:
+        return cast("SharedExpertLayers", self._part(self._shared_name))
 
     def _part(self, name: str) -> nn.Module:
         return cast("nn.Module", self._modules[name])
@@ -93,6 +108,12 @@ class SharedExpertLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.summand(self.gate_up_proj.gated(x))
+
+    @property
+    def matrices(self) -> SharedMatrices | None:
+        """The matrices, if they are plain."""
+        gate_up, down = self.gate_up_proj.affine.matrix, self.down_proj.affine.matrix
+        return None if gate_up is None or down is None else SharedMatrices(gate_up, down)
 
     def onto(self, total: Tensor, x: Tensor) -> Tensor:
         """Return `total` plus the result. May overwrite `total`."""

@@ -93,7 +93,8 @@ def most_verified_tokens(args: ServerArgs) -> int:
 def mlp_bytes(config: ModelConfig, tp_size: int, num_tokens: int, item_size: int) -> int:
     """Return the bytes that an MLP holds at once if its activation is not fused: the stream, its norm, gates, ups, and their product.
 
-    A mixture of experts holds the activations and results of all chosen experts, and those of the shared expert beside the sum.
+    A mixture of experts holds the activations and results of all chosen experts, and those of the shared expert beside the sum. In steps
+    of few tokens the shared expert may instead hold activations and results of its parts, which are some MB.
     """
     columns = 2 * config.hidden_size + max(_mlp_columns(config, layer, tp_size) for layer in config.layers)
     angles = 2 * 4 * max(layer.attention.rope_dim // 2 for layer in config.layers)

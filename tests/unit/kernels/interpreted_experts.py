@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from srt.kernels.moe.few_tokens import FewTiles, multiply_few, tiles_of_few
 from srt.kernels.moe.rounded_experts import RoundedTiles, multiply_rounded
 from srt.kernels.moe.route import choose_experts, router_logits
 from srt.layers.moe.expert_kernels import ExpertKernels
-from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, choose
+from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertWeights, Router, SharedMatrices, choose
 from srt.utils.layer_spec import Routing
 from tests.support.packed_experts import PACKED_FORMS, meant_by, packed_experts
 
@@ -157,6 +158,73 @@ def test_products_are_those_of_each_tokens_experts(
     lost[-1, -1] = 0.0
     assert error_of(product(choice.ids, lost), expected) > 2 * tolerance, "a weight of the choice lost"
     assert ExpertKernels(CPU).multiply(x[:0], Choice(choice.ids[:0], choice.weights[:0]), weights).shape == (0, 40)
+
+
+@pytest.mark.parametrize("own", [None, range(1, 3)], ids=["all", "some"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("num_tokens", "tiles"), [(3, None), (35, SMALL), (35, SWAPPED)], ids=["few", "tiles", "swapped"]
+)
+def test_a_shared_expert_is_added_to_the_chosen_ones(
+    num_tokens: int, tiles: ExpertGemmTiles | None, parts: int, own: range | None
+) -> None:
+    """Also to the chosen ones of a rank that has two of five."""
+    gate_up, down = torch.randn(5, 2 * 20, 40), torch.randn(5, 40, 20)
+    shared = SharedMatrices(torch.randn(2 * parts * 20, 40), torch.randn(40, parts * 20))
+    held, load = slice(None) if own is None else slice(own.start, own.stop), torch.zeros(7, dtype=torch.int64)
+    weights = ExpertWeights(
+        gate_up[held], down[held], load=load, first=0 if own is None else 1, num_all=5, shared=shared
+    )
+    x, choice = torch.randn(num_tokens, 40), choose(torch.randn(num_tokens, 5), Routing(5, 3))
+    expected = TORCH_EXPERT_OPS.multiply(x, choice, weights)
+    counts = load.clone()
+    if tiles is None:
+        got = multiply_few(x, choice.ids.int(), choice.weights, weights, (FewTiles(4, 32), FewTiles(8, 16)))
+    else:
+        got = multiply_experts(x, choice.ids.int(), choice.weights, weights, tiles)
+    assert error_of(got, expected) < 1e-5
+    assert torch.equal(load, 2 * counts), "a shared expert is no choice"
+    others = TORCH_EXPERT_OPS.multiply(x, choice, replace(weights, shared=None))
+    assert error_of(got, others) > 0.1
+
+
+def test_a_shared_expert_is_normed_with_the_stream() -> None:
+    x, hidden, norm_weight = torch.randn(6, 40), torch.randn(6, 40), torch.randn(40)
+    shared = SharedMatrices(torch.randn(2 * 32, 40), torch.randn(40, 32))
+    weights = ExpertWeights(torch.randn(5, 32, 40), torch.randn(5, 40, 16), shared=shared)
+    choice = choose(torch.randn(6, 5), Routing(5, 2))
+    choice = Choice(choice.ids.int(), choice.weights)
+    formed = ExpertKernels(CPU).multiply_and_norm(hidden, x, choice, weights, norm_weight, 1e-3)
+    assert formed is not None
+    total = hidden + TORCH_EXPERT_OPS.multiply(x, choice, weights)
+    torch.testing.assert_close(formed[1], total, rtol=1e-4, atol=1e-4)
+    normed = torch.nn.functional.rms_norm(total, (40,), norm_weight, 1e-3)
+    torch.testing.assert_close(formed[0], normed, rtol=1e-4, atol=1e-4)
+
+
+def test_a_shared_expert_is_left_to_the_kernels_where_its_parts_are_like_experts() -> None:
+    def is_left(num_tokens: int, top_k: int = 6, size: int = 32, num_all: int = 64, **more: Any) -> bool:
+        shared = SharedMatrices(torch.empty(2 * size, 8), torch.empty(8, size))
+        matrices = ExpertWeights(torch.empty(4, 2 * 16, 8), torch.empty(4, 8, 16), num_all=num_all, shared=shared)
+        return ExpertKernels(CPU).computes_shared(num_tokens, top_k, replace(matrices, **more))
+
+    assert [is_left(rows) for rows in (0, 1, 64, 256, 257)] == [False, True, True, True, False]
+    assert not is_left(64, size=40), "no whole number of parts"
+    assert not is_left(64, limit=7.0)
+    assert not is_left(64, shared=None)
+    assert not is_left(64, gate_up=packed_experts("e4m3 by output", 4, 32, 8))
+    assert [is_left(rows, top_k=8, size=16) for rows in (1, 2)] == [False, True], "no warp has as many of nine"
+    assert [is_left(rows, top_k=8, num_all=256) for rows in (64, 65)] == [True, False], "more tiles than were measured"
+
+
+def test_a_shared_expert_that_kernels_cannot_compute_is_refused() -> None:
+    x, choice = torch.randn(3, 40), choose(torch.randn(3, 5), Routing(5, 2))
+    shared = SharedMatrices(torch.randn(2 * 32, 40), torch.randn(40, 32))
+    weights = ExpertWeights(torch.randn(5, 32, 40), torch.randn(5, 40, 16), torch.randn(5, 32), shared=shared)
+    with pytest.raises(AssertionError, match="products of its own"):
+        multiply_experts(x, choice.ids.int(), choice.weights, weights, SMALL)
+    with pytest.raises(AssertionError, match="products of its own"):
+        multiply_few(x, choice.ids.int(), choice.weights, weights, (FewTiles(4, 32), FewTiles(8, 16)))
 
 
 def test_few_tokens_are_counted_in_the_load() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from srt.distributed.parallel_state import TensorParallel
+from srt.layers.moe.expert_ops import ExpertOps, ExpertWeights
 from srt.layers.moe.experts import ExpertLayers
 from srt.utils.model_config import ModelConfig
 from srt.utils.model_error import ModelError
@@ -29,6 +30,27 @@ def test_two_groups_draw_what_the_whole_model_draws(
     expected = outputs_of(folder, None, None)
     for found in run_ranks(size, tmp_path, lambda tp: outputs_of(folder, tp, None), expert_groups=2):
         assert found == expected
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("size", "groups"), [(1, 1), (2, 1), (2, 2)])
+def test_a_shared_expert_beside_the_chosen_ones_changes_no_token(
+    family: str, size: int, groups: int, checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank; on two that divide each expert; on two that divide the experts, each with a part of the shared one."""
+    folder = checkpoint(family, num_layers=3)
+    expected = outputs_of(folder, None, None)
+    answers: list[bool] = []
+
+    def computes_shared(ops: ExpertOps, num_tokens: int, top_k: int, weights: ExpertWeights) -> bool:
+        assert weights.shared is not None
+        answers.append(num_tokens > 0)
+        return answers[-1]
+
+    monkeypatch.setattr(ExpertOps, "computes_shared", computes_shared)
+    for found in run_ranks(size, tmp_path, lambda tp: outputs_of(folder, tp, None), groups):
+        assert found == expected
+    assert any(answers)
 
 
 def test_a_rank_holds_the_experts_of_its_group_alone(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
