@@ -49,6 +49,8 @@ class LatentTiles:
         """Return the tiles for rows of up to this many pairs. The tiles of large chunks take most of the shared memory of an A100."""
         if dtype is torch.float32:
             return cls(DECODE_PAIRS, 16, 4)
+        if pairs <= DECODE_PAIRS and shared_bytes >= SHARED_BYTES[90]:
+            return cls(DECODE_PAIRS, 32, 4, 3)  # two programs fit a multiprocessor, with two blocks of latents each
         if pairs <= DECODE_PAIRS or shared_bytes < SHARED_BYTES[80]:
             return cls(DECODE_PAIRS, 32, 4)
         return cls(EXTEND_PAIRS, 32, 8)
@@ -142,11 +144,15 @@ def latent_attention_kernel(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    # The pages of a block are found a block ahead, so that the loads of its latents wait for nothing and can be issued early.
+    positions = begin + tl.arange(0, BLOCK_N)
+    pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=positions < end, other=0)
     for block in range(begin, end, BLOCK_N):
         positions = block + tl.arange(0, BLOCK_N)
         live = positions < end
-        pages = tl.load(pages_ptr + positions // PAGE_SIZE, mask=live, other=0).to(tl.int64)
-        at = latents_ptr + (pages * PAGE_SIZE + positions % PAGE_SIZE)[:, None] * location_stride
+        at = latents_ptr + (pages.to(tl.int64) * PAGE_SIZE + positions % PAGE_SIZE)[:, None] * location_stride
+        ahead = positions + BLOCK_N
+        pages = tl.load(pages_ptr + ahead // PAGE_SIZE, mask=ahead < end, other=0)
         first = tl.load(at + firsts[None, :], mask=live[:, None] & (firsts < RANK)[None, :], other=0.0).to(DOT_DTYPE)
         last = tl.load(at + RANK + lasts[None, :], mask=live[:, None] & (lasts < ROPE)[None, :], other=0.0)
         scores = tl.dot(q_first, tl.trans(first), input_precision="ieee")
