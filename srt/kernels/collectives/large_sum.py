@@ -47,9 +47,8 @@ class LargeKernel:
     dtype: torch.dtype
     is_normed: bool = False  # whether to add the sum to the residual stream and norm its rows
     parts: int = _MOST_PARTS  # words of a row per thread
-    is_divided: bool = (
-        False  # whether a rank adds up some of the units and sends the others the sums, or each adds up all
-    )
+    is_divided: bool = False
+    """Whether a rank adds up some of the units and sends the others the sums, or each adds up all."""
     senders: int = _SENDERS
 
     name = "large_sum"
