@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import limits
-from benchmarks.rank_sums import TIMEOUT_S, copied_bytes_s, part_of, sum_of
+from benchmarks.rank_sums import TIMEOUT_S, copied_bytes_s, part_of, run_ranks, sum_of
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.rendezvous import init_tensor_parallel
 from srt.kernels.collectives.large_sum import LargeSums
@@ -100,7 +98,7 @@ def captured(act: Act) -> torch.cuda.CUDAGraph:
 
 
 def microseconds_of(graph: torch.cuda.CUDAGraph, tp: TensorParallel) -> float:
-    """Of one sum, on the slowest rank."""
+    """Return the microseconds of one sum, on the slowest rank."""
     graph.replay()
     torch.cuda.synchronize()
     tp.min_int(0)  # all begin together
@@ -177,16 +175,7 @@ def main() -> int:
         os._exit(0)  # NCCL would wait for who is gone
     if torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks {options.ranks} needs as many GPUs, and PyTorch sees {torch.cuda.device_count()}")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.large_sums", *sys.argv[1:], "--folder", folder]
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
-        try:
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                time.sleep(0.1)
-            return max(abs(code or 0) for code in codes)  # the others would wait for one that has failed
-        finally:
-            for rank in ranks:
-                rank.kill()
+    return run_ranks("benchmarks.large_sums", options.ranks)
 
 
 if __name__ == "__main__":

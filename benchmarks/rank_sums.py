@@ -33,7 +33,7 @@ Act = Callable[[Tensor], Tensor]
 
 
 def microseconds_of(act: Act, x: Tensor, tp: TensorParallel) -> float:
-    """Of one, on the slowest rank."""
+    """Return the microseconds of one sum, on the slowest rank."""
 
     def run() -> None:
         for _ in range(SUMS):
@@ -132,6 +132,20 @@ def measure(rank: int, options: argparse.Namespace) -> None:
         limits.write_jsonl(options.jsonl, {**record, "lines": lines, "versions": limits.versions()})
 
 
+def run_ranks(module: str, count: int) -> int:
+    """Run the ranks of a benchmark with the arguments of this command, and return their exit code. They end with the first that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", module, *sys.argv[1:], "--folder", folder]
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
+        try:
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(0.1)
+            return max(abs(code or 0) for code in codes)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -148,14 +162,7 @@ def main() -> int:
             measure(options.rank, options)
         sys.stdout.flush()
         os._exit(0)  # NCCL would wait for who is gone
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.rank_sums", *sys.argv[1:], "--folder", folder]
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
-        try:
-            return max(abs(rank.wait()) for rank in ranks)
-        finally:
-            for rank in ranks:
-                rank.kill()
+    return run_ranks("benchmarks.rank_sums", options.ranks)
 
 
 if __name__ == "__main__":
