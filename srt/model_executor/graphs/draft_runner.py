@@ -15,7 +15,7 @@ import torch
 
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
 from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, NO_ROWS, RowTokens, Staged, TableDraws, TokenInputs
-from srt.model_executor.graphs.sized_graphs import SizedGraphs
+from srt.model_executor.graphs.sized_graphs import SizedGraphs, run_drafts
 from srt.model_executor.loaded_model import LoadedModel
 from srt.model_executor.memory.device_state import DeviceState
 from srt.model_executor.step.slot_mirror import Ints
@@ -56,13 +56,8 @@ class DraftRunner(SizedGraphs):
     def draft(self, slots: Ints, most: Ints, kind: SamplingKind) -> None:
         """Draft `most[i]` tokens of row i."""
         self._stage(slots, most)
-        _, (first, following, *samples) = self.parts_for(len(slots))
-        sample = samples[min(kind, SamplingKind.ADJUSTED)]
-        first()
-        sample()
-        for _ in range(int(most.max()) - 1):
-            following()
-            sample()
+        _, parts = self.parts_for(len(slots))
+        run_drafts(parts, int(most.max()), kind)
 
     def stage_padding(self, size: int) -> None:
         self._stage(NO_ROWS, NO_ROWS)

@@ -14,7 +14,7 @@ import torch
 
 from srt.model_executor.graphs.cuda_graph_runner import Capture, Work
 from srt.model_executor.graphs.row_tokens import CAPTURED_KINDS, NO_ROWS, Staged
-from srt.model_executor.graphs.sized_graphs import SizedGraphs
+from srt.model_executor.graphs.sized_graphs import SizedGraphs, run_drafts
 from srt.model_executor.head_steps import HeadSteps
 from srt.model_executor.step.slot_mirror import Ints
 from srt.sampling.sampling_batch_info import SamplingKind
@@ -55,13 +55,8 @@ class HeadRunner(SizedGraphs):
     def draft(self, slots: Ints, most: Ints, starts: Ints | int, kind: SamplingKind) -> None:
         """Draft `most[i]` tokens of row i, whose entries from `starts[i]` on are not computed."""
         self._stage(slots, most, starts)
-        _, (first, following, *samples) = self.parts_for(len(slots))
-        sample = samples[min(kind, SamplingKind.ADJUSTED)]
-        first()
-        sample()
-        for _ in range(int(most.max()) - 1):
-            following()
-            sample()
+        _, parts = self.parts_for(len(slots))
+        run_drafts(parts, int(most.max()), kind)
 
     def stage_padding(self, size: int) -> None:
         self._stage(NO_ROWS, NO_ROWS, NO_ROWS)

@@ -11,6 +11,7 @@ import torch
 
 from srt.model_executor.graphs.cuda_graph_runner import Capture, CudaGraphRunner, Work
 from srt.model_executor.graphs.decode_runner import quick_products
+from srt.sampling.sampling_batch_info import SamplingKind
 
 
 class SizedGraphs(ABC):
@@ -103,3 +104,14 @@ class SizedGraphs(ABC):
         with quick_products(size, self._device):
             self._graphs.capture_one_batch_size(size)
         return size
+
+
+def run_drafts(parts: Sequence[Work], num_drafts: int, kind: SamplingKind) -> None:
+    """Run a step and a draw for each draft. `parts` are the first step, one that follows, and a draw of each captured kind of sampling."""
+    first, following, *draws = parts
+    draw = draws[min(kind, SamplingKind.ADJUSTED)]
+    first()
+    draw()
+    for _ in range(num_drafts - 1):
+        following()
+        draw()
