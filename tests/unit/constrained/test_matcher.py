@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from srt.constrained import matcher as matcher_module
 from srt.constrained.compile_process import try_constraint
@@ -217,18 +220,42 @@ def test_a_grammar_that_does_not_compile_is_not_kept(vocabulary: Vocabulary) -> 
         grammars.matcher("key")
 
 
-def test_compiling_lets_other_threads_run(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(vocabulary)
+def test_compiling_lets_other_threads_run(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this switch interval no thread gives up the GIL by itself: another one runs if the library's call releases it.
+
+    The operating system may give the other thread no core during one call, so there are many.
+    """
     text = (
         "start: " + " | ".join(f"R{i}" for i in range(400)) + "".join(f"\nR{i}: /x{{{i}}}[a-f]*y/" for i in range(400))
     )
-    thread = threading.Thread(target=grammars.compile, args=("key", text))
-    thread.start()
-    turns = 0
-    while thread.is_alive():
-        turns += 1
-    thread.join()
-    assert turns > 10 and "key" in grammars
+    grammars = Grammars(vocabulary)
+    compile_in_library = LLMatcher
+    may_run, has_run, ran_during_calls = threading.Event(), threading.Event(), []
+
+    def run() -> None:
+        may_run.wait()
+        has_run.set()
+
+    def observed(*args: Any, **options: Any) -> LLMatcher:
+        may_run.set()
+        compiled = compile_in_library(*args, **options)
+        ran_during_calls.append(has_run.is_set())
+        return compiled
+
+    monkeypatch.setattr(matcher_module, "LLMatcher", observed)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        while not any(ran_during_calls) and len(ran_during_calls) < 100:
+            may_run.clear()
+            has_run.clear()
+            thread = threading.Thread(target=run)
+            thread.start()
+            grammars.compile(str(len(ran_during_calls)), text)
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert any(ran_during_calls)
 
 
 def test_a_vocabulary_needs_a_token_that_ends_texts(tokenizer: Tokenizer) -> None:
