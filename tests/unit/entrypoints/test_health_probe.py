@@ -21,6 +21,8 @@ def test_many_who_ask_at_once_cost_one_token_and_its_answer_stays_fresh_for_a_wh
     engine, probe = FakeEngine(), HealthProbe()
     manager = cast(TokenizerManager, engine)
 
+    monkeypatch.setattr(health_probe, "FRESH_S", 3600.0)
+
     async def go() -> None:
         await asyncio.gather(*(probe.run(manager) for _ in range(10)))
         await probe.run(manager)
