@@ -68,11 +68,11 @@ int main() {
           for (int other = 0; other < RANKS; other++) boxes.memories[other] = ((u64)ranks[other].memory.data() + 63) / 64 * 64;
           boxes.runs = own.runs.data();
           boxes.missing = &own.missing;
-          boxes.patience_ns = GONE ? 300000000ull : 60000000000ull;
           boxes.box_bytes = box_bytes;
           boxes.rank = rank;
           for (int n = 0; n < launches; n++) {
             if (GONE && n == 2 && rank == RANKS - 1) return;
+            boxes.patience_ns = GONE && n >= 2 ? 300000000ull : 60000000000ull;  // while all are there, some may get no core for long
             const int words = own.parts[n].size(), unit_words = unit_rows * row_words;
             const Sum sum{own.parts[n].data(), own.out[n].data(), own.hidden[n].data(), weight.data(), own.normed[n].data(), words,
                           row_words, unit_words, (words + unit_words - 1) / unit_words, 1 + n % 3, 1e-6f};

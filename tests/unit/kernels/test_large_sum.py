@@ -78,7 +78,7 @@ def run_on_host(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
         env={"TSAN_OPTIONS": "halt_on_error=1:exitcode=9"},
     )
     if "unexpected memory mapping" in ran.stderr:
