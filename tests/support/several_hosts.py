@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
@@ -54,9 +55,11 @@ def words_for(model: Path | str, *options: str) -> list[str]:
 
 
 def free_ports(address: str) -> int:
-    """Return the first of NUM_PORTS ports in a row that nobody has."""
+    """Return the first of NUM_PORTS ports in a row that nobody has, and that no other process of this run of tests is given meanwhile."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        first = 20_000 + secrets.randbelow(10_000)
+        first = 20_000 + NUM_PORTS * (number + count * secrets.randbelow(10_000 // NUM_PORTS // count))
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + NUM_PORTS):
