@@ -23,7 +23,7 @@ from srt.protocol.messages import (
 from srt.protocol.views import RequestView
 
 Expected = TypeVar("Expected", bound=Message)
-PATIENCE_S = 30
+PATIENCE_S = 120  # far more than anything takes; reached only when something hangs
 
 
 class FakeScheduler:

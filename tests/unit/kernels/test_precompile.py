@@ -29,6 +29,7 @@ from srt.kernels.sampling.sample import draw
 from srt.layers.sampler import Draws
 from srt.model_executor.step.draw_store import RING, DrawStore, cuda_launch
 from tests.support.fake_gpu import FakeGpu
+from tests.support.server_process import END_S
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_precompiling_ends_before_its_kernels_are_there_and_says_who_needs_which
     may_compile, hits = threading.Event(), list[bool]()
 
     def compile_late(*, cache_hit: bool, **rest: object) -> None:
-        may_compile.wait(30)
+        may_compile.wait(END_S)
         hits.append(cache_hit)
 
     monkeypatch.setattr(knobs.compilation, "listener", compile_late)
@@ -106,11 +107,11 @@ def test_precompiling_ends_before_its_kernels_are_there_and_says_who_needs_which
     assert len(first) == 1
     assert len(both) == 2
     assert first < both
-    other.result(30)
+    other.result(END_S)
     assert not any(future.done() for future in both)
     may_compile.set()
     for future in both:
-        future.result(30)
+        future.result(END_S)
     assert hits == [False, False]
     silu_and_mul(torch.ones(2, 320))
     assert gpu.launched == ["silu_and_mul_kernel"]
@@ -122,16 +123,16 @@ def test_compilers_that_nobody_has_any_more_compile_nothing_that_they_have_not_b
 
     def compile_first() -> None:
         has_begun.set()
-        may_end.wait(30)
+        may_end.wait(END_S)
         compiled.append(1)
 
     compilers = Compilers(1)
     first = compilers.compile("first", compile_first)
     second = compilers.compile("second", partial(compiled.append, 2))
-    assert has_begun.wait(30)
+    assert has_begun.wait(END_S)
     del compilers
     may_end.set()
-    first.result(30)
+    first.result(END_S)
     assert second.cancelled()
     assert compiled == [1]
 
@@ -166,8 +167,8 @@ def test_a_compilation_that_takes_too_long_is_told_and_may_still_end(monkeypatch
     monkeypatch.setattr(precompile_module, "LONG_S", 0.0)
     monkeypatch.setattr(precompile_module.logger, "warning", say)
     compilers = Compilers(2)
-    compilers.compile("one", lambda: None).result(30)
-    compilers.compile("that hangs until somebody notices", lambda: is_said.wait(30))
+    compilers.compile("one", lambda: None).result(END_S)
+    compilers.compile("that hangs until somebody notices", lambda: is_said.wait(END_S))
     compilers.no_more(lambda: told.append(True))
     compilers._threads.shutdown()
     assert [words.split(" after")[0] for words in said] == ["1 of 2 kernels are still being compiled"]
@@ -175,7 +176,7 @@ def test_a_compilation_that_takes_too_long_is_told_and_may_still_end(monkeypatch
 
 
 def test_kernels_are_compiled_at_the_same_time(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=END_S)
     monkeypatch.setattr(knobs.compilation, "listener", lambda **rest: both.wait())
     with waited_for():
         gate(torch.float32)

@@ -88,7 +88,7 @@ def late_kernels(
     loaded: LoadedModel, small: LoadedModel | None, kernels: GraphKernels, asked: AskedKernels
 ) -> dict[Graph, set[str]]:
     """Capture all graphs, in order, and return the variants of kernels that each launches and does not wait for."""
-    of_graphs = {graph: {future.result(30) for future in futures} for graph, futures in kernels._kernels.items()}
+    of_graphs = {graph: {future.result(240) for future in futures} for graph, futures in kernels._kernels.items()}
     late: dict[Graph, set[str]] = {}
     with precompiling(Compilers(1)):  # launches are noted, and what they would write reads as zeros
         graphs = build_runner(loaded, kernels, Recorder(), small=small).graphs

@@ -22,7 +22,7 @@ from srt.protocol.messages import FlushCache
 from srt.protocol.stream import MessageStream
 from srt.utils.errors import StartError
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 SECRET = b"s" * 32
 
 

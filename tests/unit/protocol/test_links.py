@@ -23,7 +23,7 @@ from srt.protocol.links import (
 from srt.protocol.messages import Abort, FlushCache, Load, Message
 from srt.utils.errors import StartError
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 HELLO = FlushCache(0)
 
 

@@ -42,7 +42,7 @@ from tests.support.simple_worker import FakeWorker
 from tests.unit.managers.scheduler.scheduler_host import VOCAB, expected_ids, request, worker_hello
 
 GENERATION = 1
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 M = TypeVar("M")
 
 
@@ -166,7 +166,7 @@ def test_stop_lets_running_requests_finish_and_refuses_new_ones(server: Server) 
     made = request(1, [1, 2, 3], max_new=3)
     server.frontend.link.send(made)
     plan = server.worker.wait_for(StepPlan)
-    server.supervisor.send(Stop(30.0))
+    server.supervisor.send(Stop(600.0))
     server.ask_until(server.frontend, "is_draining", True)
     server.frontend.link.send(request(2, [1]))
     assert server.frontend.wait_for(Refused).status == 503

@@ -53,6 +53,7 @@ from srt.server_args import ServerArgs
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
 from tests.support.checkpoints import CheckpointFactory
 from tests.support.fake_scheduler import PATIENCE_S, FakeScheduler, ended
+from tests.support.server_process import all_gone
 
 World = Callable[[TokenizerManager, FakeScheduler], Awaitable[None]]
 
@@ -331,7 +332,7 @@ def test_the_compiler_that_is_started_ahead_ends_with_the_manager(play: Callable
             await asyncio.sleep(0.01)
 
     play(story)
-    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert all_gone(processes)
 
 
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])

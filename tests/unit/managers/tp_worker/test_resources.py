@@ -27,7 +27,7 @@ from srt.protocol.messages import (
     int32_array,
 )
 from srt.utils.tokenizer import Tokenizer, load_tokenizer
-from tests.support.server_process import ROOT
+from tests.support.server_process import END_S, ROOT
 
 TINY = ROOT / "srt" / "assets" / "models" / "tiny"
 EOS = 2
@@ -44,7 +44,7 @@ class Threads:
     def answers(self, count: int) -> list[Prepared]:
         found: list[Prepared] = []
         while len(found) < count:
-            assert self._is_done.acquire(timeout=30), "nothing more was prepared"
+            assert self._is_done.acquire(timeout=END_S), "nothing more was prepared"
             found += self.threads.pop_answers()
         return found
 
@@ -96,7 +96,7 @@ def test_a_loader_is_maintained_behind_what_it_prepares() -> None:
     threads.threads.prepare(Resource("shelf", "a", b"good"))
     threads.answers(1)
     threads.threads.maintain(shelf)
-    assert shelf.is_maintained.wait(30) and "a, dusted" in shelf.kept
+    assert shelf.is_maintained.wait(END_S) and "a, dusted" in shelf.kept
 
 
 @pytest.fixture(scope="module")
