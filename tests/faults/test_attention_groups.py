@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -95,11 +96,18 @@ def test_cached_prefixes_and_aborts(server: ServerProcess, whole: list[Chunks]) 
     again = streamed(url, BODIES[8])
     check_same([again], [whole[8]])
     assert again[0]["meta_info"]["cached_tokens"] > 0
+    have_begun = threading.Barrier(3)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         endless = [
-            pool.submit(streamed, url, {**ENDLESS, "routed_dp_rank": group, "rid": f"endless {group}"})
+            pool.submit(
+                streamed,
+                url,
+                {**ENDLESS, "routed_dp_rank": group, "rid": f"endless {group}"},
+                Trigger(1, have_begun.wait),
+            )
             for group in (0, 1)
         ]
+        have_begun.wait(END_S)  # else they may come after their aborts
         triggers = [Trigger(at, partial(abort, url, f"endless {group}")) for at, group in ((40, 0), (160, 1))]
 
         def notice() -> None:

@@ -203,7 +203,7 @@ def num_connections(process: psutil.Process) -> int:
 def test_a_frontend_takes_its_own_clients_along_and_no_others(server: ServerProcess, undisturbed: list[Chunks]) -> None:
     url, frontends = url_of(server), {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        body = {"text": "Endless", "sampling_params": {**GREEDY, "max_new_tokens": 400}}
+        body = {"text": "Endless", "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
         all_there = threading.Barrier(9)
         barriers = [Trigger(3, all_there.wait) for _ in range(8)]
         running = [pool.submit(streamed, url, body, barrier) for barrier in barriers]
@@ -211,6 +211,9 @@ def test_a_frontend_takes_its_own_clients_along_and_no_others(server: ServerProc
         victim = max((victim_of(server, FRONTEND, number) for number in range(2)), key=num_connections)
         open_connections = num_connections(victim)
         victim.kill()
+        psutil.wait_procs([victim])  # whom it accepts while it dies, it takes along
+        aborted = called(lambda: httpx.post(f"{url}/abort_request", json={"abort_all": True}, timeout=END_S))
+        assert aborted.status_code == 200
         for future in running:
             frontends[future] = future.exception(END_S)
     lost = [error for error in frontends.values() if error is not None]
