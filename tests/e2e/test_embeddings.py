@@ -76,7 +76,7 @@ def test_health_and_model_info_of_an_embedding_model(server: ServerProcess) -> N
 
 
 def test_texts_in_the_middle_when_a_worker_dies_get_their_embeddings(server: ServerProcess, embedder: Path) -> None:
-    texts = [f"{number} " + "many words " * 150 for number in range(4)]
+    texts = [f"{number} " + "many words " * 400 for number in range(4)]
     answers: list[Any] = []
     with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
         body = {"input": texts}

@@ -128,7 +128,7 @@ def test_a_server_with_a_frozen_process_does_not_call_itself_healthy(operated: O
 
 def test_a_full_house_is_healthy(operated: Operated) -> None:
     """All slots are taken by requests that do not end: a token is drawn all the same, and they lose nothing."""
-    params = {**SHORT, "max_new_tokens": 400}
+    params = {**SHORT, "max_new_tokens": 1200}
     body = {"text": ["a", "b", "c"], "sampling_params": params, "stream": True}
     retracted = operated.metric("srt:retractions_total")
     with operated.client.stream("POST", "/generate", json=body, headers=USER) as stream:
@@ -139,7 +139,7 @@ def test_a_full_house_is_healthy(operated: Operated) -> None:
             seen.append(next(lines))
         told = [json.loads(line[6:]) for line in (*seen, *lines) if line != "data: [DONE]"]
     last = {one["index"]: one for one in told}
-    assert [last[index]["meta_info"]["completion_tokens"] for index in range(3)] == [400] * 3
+    assert [last[index]["meta_info"]["completion_tokens"] for index in range(3)] == [1200] * 3
 
 
 def test_metrics_tell_of_all_frontends_whichever_is_asked(operated: Operated) -> None:
