@@ -350,7 +350,7 @@ def check_afterwards(url: str, report: Report) -> None:
     generated = httpx.get(url + "/health_generate", timeout=PATIENCE_S)
     if generated.status_code != 200:
         report.fail(f"afterwards /health_generate answers {generated.status_code} {generated.text}")
-    flushed = httpx.post(url + "/flush_cache", params={"timeout": 30}, timeout=PATIENCE_S)
+    flushed = httpx.post(url + "/flush_cache", params={"timeout": 60}, timeout=PATIENCE_S)
     if flushed.status_code != 200:
         report.fail(f"afterwards something runs: {flushed.text}")
     info = httpx.get(url + "/server_info", params={"deep": "true"}, timeout=PATIENCE_S).json()

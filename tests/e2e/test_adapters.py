@@ -108,10 +108,10 @@ def test_more_adapters_than_fit_are_served_together_with_rows_without_one(world:
 
 def test_the_openai_api_names_an_adapter_as_a_model(world: World) -> None:
     case = world.of("red")[0]
-    cards = {card["id"]: card for card in httpx.get(f"{world.url}/v1/models").json()["data"]}
+    cards = {card["id"]: card for card in httpx.get(f"{world.url}/v1/models", timeout=60).json()["data"]}
     assert cards[MODEL]["parent"] is None
     assert (cards["red"]["parent"], cards["red"]["root"]) == (MODEL, str(world.folders["red"]))
-    assert httpx.get(f"{world.url}/v1/models/red").json()["parent"] == MODEL
+    assert httpx.get(f"{world.url}/v1/models/red", timeout=60).json()["parent"] == MODEL
     body: dict[str, Any] = {"prompt": case.prompt, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     text = world.generate(case)["text"]
     for naming in ({"model": "red"}, {"model": f"{MODEL}:red"}, {"model": MODEL, "lora_path": "red"}):

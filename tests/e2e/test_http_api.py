@@ -137,7 +137,7 @@ def test_a_request_can_be_aborted_by_its_rid_through_any_connection(server: Serv
         stream = await RawRequest.post(server.url + "/generate", {**body, "stream": True})
         chunks = stream.events()
         await anext(chunks)
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             # Each on a connection of its own, so that either frontend may get it.
             response = await client.post("/abort_request", json={"rid": "to-abort"}, headers={"connection": "close"})
             assert response.status_code == 200
@@ -161,7 +161,7 @@ def test_a_batch_can_be_aborted_by_its_name_through_either_frontend(server: Serv
             begun.add((await anext(chunks))["index"])
         for _ in range(2):
             # On connections of their own: in the end everything is aborted, whichever frontend was asked.
-            async with httpx.AsyncClient(base_url=server.url) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 assert (await client.post("/abort_request", json={"rid": name})).status_code == 200
         ended: dict[int, str] = {}
         meant = set(range(6)) if name == "my-batch" else {4, 5}
@@ -218,7 +218,7 @@ def test_two_requests_with_one_rid_are_refused_while_the_first_runs(server: Serv
             server.url + "/generate", {"text": "x", "rid": "twice", "sampling_params": params, "stream": True}
         )
         await anext(stream.events())
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             for _ in range(4):  # over both frontends
                 again = await client.post(
                     "/generate", json={"text": "x", "rid": "twice"}, headers={"connection": "close"}

@@ -167,7 +167,7 @@ async def _first_hundred(server: Server) -> None:
 
 def _settled(server: Server) -> dict[str, Any]:
     """Flush, then the deep report, in which every process compares its tables: all pages and slots are free."""
-    flushed = httpx.post(server.url + "/flush_cache", params={"timeout": 30}, timeout=60)
+    flushed = httpx.post(server.url + "/flush_cache", params={"timeout": 60}, timeout=120)
     assert flushed.status_code == 200, flushed.text
     info = httpx.get(server.url + "/server_info", params={"deep": "true"}, timeout=60)
     assert info.status_code == 200, info.text

@@ -238,14 +238,14 @@ def test_the_client_tries_again_when_the_queue_was_full(qwen3_checkpoint: Path, 
         def make_room(response: Any) -> None:
             if response.status_code == 429:
                 refusals.append(response.headers["retry-after"])
-                httpx.post(url + "/abort_request", json={"abort_all": True}).raise_for_status()
+                httpx.post(url + "/abort_request", json={"abort_all": True}, timeout=60).raise_for_status()
 
         with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60) as crowd:
             running = endless(crowd, "tiny")
             next(iter(running))
             waiting = threading.Thread(target=lambda: list(endless(crowd, "tiny")))
             waiting.start()
-            while httpx.get(url + "/server_info").json()["internal_states"][0]["num_waiting"] == 0:
+            while httpx.get(url + "/server_info", timeout=60).json()["internal_states"][0]["num_waiting"] == 0:
                 pass
             http = openai.DefaultHttpxClient(event_hooks={"response": [make_room]})
             with openai.OpenAI(

@@ -54,7 +54,7 @@ def plain(items: Any) -> list[dict[str, Any]]:
 def wait_idle(server: Server) -> None:
     """Wait until no request is left in the engine. Each look is a request of its own."""
     for _ in range(2_000):
-        if not httpx.get(server.url + "/server_info").json()["frontend"]["live_requests"]:
+        if not httpx.get(server.url + "/server_info", timeout=60).json()["frontend"]["live_requests"]:
             return
     raise AssertionError("a request still runs")
 

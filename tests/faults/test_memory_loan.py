@@ -182,11 +182,11 @@ def test_a_stopped_server_ends_what_waits_for_memory(folders: list[Path], tmp_pa
     words = [*words_for(folders[0]), "--enable-memory-saver"]
     with ServerProcess("srt.launch_server", words, tmp_path) as process:
         url = process.wait_ready()
-        assert httpx.post(url + RELEASE, json={}).status_code == 200
+        assert httpx.post(url + RELEASE, json={}, timeout=60).status_code == 200
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             body = {"input_ids": PROMPTS[0], "sampling_params": GREEDY}
             waiting = pool.submit(httpx.post, url + "/generate", json=body, timeout=60)
-            while not httpx.get(url + "/server_info").json()["internal_states"][0]["num_waiting"]:
+            while not httpx.get(url + "/server_info", timeout=60).json()["internal_states"][0]["num_waiting"]:
                 pass
             process.send(signal.SIGTERM)
             assert waiting.result().status_code == 503 and "shutting down" in waiting.result().text
