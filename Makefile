@@ -1,7 +1,7 @@
 # Every target sets up what it needs: the environment in .venv, made again when setup.py changes.
 #
 #   make serve      start a server on the model that ships with it    (ARGS="--port 8000 --tp 2", MODEL=path)
-#   make test       everything but the GPU tests and the full product (ARGS="tests/unit -k radix")
+#   make test       everything but the GPU tests and those that take long (ARGS="tests/unit -k radix")
 #   make test-all   everything but the GPU tests
 #   make clients    clients from elsewhere against the real server    (PARTS="current pinned npm on_ray")
 #   make lint       ruff, mypy, import-linter, whether docs/options.md and docs/api.md are current, subjects of commits

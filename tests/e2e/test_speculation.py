@@ -16,6 +16,7 @@ from tests.support.mtp_checkpoint import add_mtp_layer
 
 pytestmark = pytest.mark.e2e
 
+QUICK = ("windows and sinks", "experts", "latents", "fp8 weights", "fp8 memory of windows")
 OPTIONS: dict[str, Any] = {"model_path": "tiny", "device": "cpu", "dtype": "float32", "max_total_tokens": 8192}
 PROMPTS = [
     "Repeat after me: The blue owl likes the blue lamp.",
@@ -108,12 +109,14 @@ def test_a_stream_goes_on_after_its_worker_was_killed(drafting: srt.Runtime, pla
     assert told(chunks[-1]) == told(expected)
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in SERVED]
+)
 def test_servers_of_all_kinds_of_models_answer_as_without_drafts(checkpoint: CheckpointFactory, kind: str) -> None:
     check_server(checkpoint, kind, "cpu")
 
 
-@pytest.mark.parametrize("groups", [{}, {"ep_size": 2}], ids=str)
+@pytest.mark.parametrize("groups", [pytest.param({}, marks=pytest.mark.full), {"ep_size": 2}], ids=str)
 def test_a_layer_of_the_checkpoint_drafts_on_two_ranks(
     groups: dict[str, int], checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:

@@ -124,8 +124,10 @@ def abort(url: str, rid: str) -> None:
     assert httpx.post(f"{url}/abort_request", json={"rid": rid}, timeout=END_S).status_code == 200
 
 
-@pytest.mark.parametrize("at", [1, 150])
-@pytest.mark.parametrize(("module", "number"), [(WORKER, 0), (WORKER, 1), (SCHEDULER, 1)])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.full), 150])
+@pytest.mark.parametrize(
+    ("module", "number"), [pytest.param(WORKER, 0, marks=pytest.mark.full), (WORKER, 1), (SCHEDULER, 1)]
+)
 def test_both_groups_are_replaced_when_a_process_of_one_is_killed(
     server: ServerProcess, whole: list[Chunks], module: str, number: int, at: int
 ) -> None:
@@ -161,6 +163,7 @@ def test_weights_are_not_updated(server: ServerProcess, folder: Path) -> None:
     assert answer.status_code == 400 and "--enable-dp-attention" in answer.text, answer.text
 
 
+@pytest.mark.full
 def test_a_request_that_kills_workers_fails_alone(folder: Path, tmp_path: Path, whole: list[Chunks]) -> None:
     words = ["launch", "--model-path", str(folder), "--device", "cpu", "--dtype", "float32", "--port", "0", "--tp", "2"]
     words += ["--max-total-tokens", "16384", "--chunked-prefill-size", "24", *GROUPS]

@@ -94,7 +94,7 @@ def test_all_ends_with_the_host_that_leads(replicas: TwoHosts) -> None:
 
 
 @pytest.mark.parametrize("option", ["--tp", pytest.param("--pp-size", marks=pytest.mark.full)])
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_replica_may_span_hosts_and_ends_with_each(
     option: str, dies: int, folder: Path, tmp_path: Path, undisturbed: list[Chunks]
 ) -> None:

@@ -199,9 +199,8 @@ def folders(checkpoint: CheckpointFactory) -> list[Path]:
     return [checkpoint("qwen3"), checkpoint("qwen3", seed=1)]
 
 
-@pytest.mark.parametrize("way", ["disk", "group"])
-def test_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path], way: str) -> None:
-    check_updates(server, folders, 9, way)
+def test_updates_under_load_lose_and_mix_nothing(server: ServerProcess, folders: list[Path]) -> None:
+    check_updates(server, folders, 9, "disk")
 
 
 @pytest.mark.full

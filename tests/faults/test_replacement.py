@@ -166,7 +166,7 @@ def check_files(server: ServerProcess) -> None:
     assert (kinds["f"], kinds["w"], kinds["rendezvous-"]) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("at", [1, 150, 700])
+@pytest.mark.parametrize("at", [1, 150, pytest.param(700, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("module", "number"), [(WORKER, 0), (WORKER, 1), (SCHEDULER, 0)])
 def test_the_engine_is_replaced_and_every_answer_is_what_it_would_have_been(
     server: ServerProcess, undisturbed: list[Chunks], module: str, number: int, at: int

@@ -36,6 +36,7 @@ def answers(server: ServerProcess) -> list[list[int]]:
     return [answer["output_ids"] for answer in found]
 
 
+@pytest.mark.full
 def test_what_a_server_saves_another_one_serves(
     checkpoint: CheckpointFactory, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

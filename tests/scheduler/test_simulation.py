@@ -78,6 +78,7 @@ def test_a_world_can_be_replayed() -> None:
     assert first.now == second.now
 
 
+@pytest.mark.full
 def test_a_soak_goes_on_where_it_was(tmp_path: Path) -> None:
     whole, first = Tally(), Tally()
     soak(whole, 6000)

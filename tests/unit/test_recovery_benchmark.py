@@ -26,6 +26,7 @@ def words_for(checkpoint: Path, victims: str) -> list[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_who_loses_its_engine_gets_the_same_tokens_and_who_loses_its_frontend_is_counted(
     qwen3_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,7 @@ def test_what_others_do_as_fast_or_the_kernel_cannot_is_left_alone() -> None:
     assert choose(16, 384, 192) is None, "too small to have work for them"
 
 
+@pytest.mark.full
 def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("own_cache")
 def test_float32_tokens_are_those_of_eager_steps(
     checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(tmp_path: Path) -> No
         recipe.train(recipe.Settings(steps=5), tmp_path, CPU, workers=0, compiled=False, save_every=2)
 
 
+@pytest.mark.full
 def test_the_recipe_runs_from_text_to_checkpoints_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     sizes = ["--steps", "3", "--long-steps", "1", "--warmup-steps", "1", "--rows", "2", "--row-tokens", "512"]

@@ -35,6 +35,8 @@ def run(switch: Path | str, *command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1500)
 def test_the_compiled_scheduler_passes_the_schedulers_own_tests(compiled: Path) -> None:
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/unit/managers/scheduler").glob("test_*.py"))
     run(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SUITES, *tests)
