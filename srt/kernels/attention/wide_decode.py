@@ -41,9 +41,8 @@ _DIVISIONS: Final[Mapping[tuple[int, int], Division]] = {
     (128, 4): Division(2, 8, 8),
     (128, 8): Division(4, 4, 8),
 }
-# For more rows than one. Fewer programs read the same keys and values.
-_DIVISIONS_OF_ROWS: Final[Mapping[tuple[int, int], Division]] = {(128, 8): Division(4, 4, 8)}
-_MOST_ROWS: Final = 8
+# The most rows for which the kernel is faster than others, likewise. Where it says nothing, that is one row.
+_MOST_ROWS: Final[Mapping[tuple[int, int], int]] = {(128, 8): 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,11 @@ class WideVariant:
     @classmethod
     def of(cls, head_dim: int, group: int, page_size: int, num_rows: int = 1) -> WideVariant | None:
         """Return the variant for these heads; None if the kernel does not support them, or another is faster with this number of rows."""
-        divisions = _DIVISIONS if num_rows <= 1 else _DIVISIONS_OF_ROWS if num_rows <= _MOST_ROWS else {}
-        division = divisions.get((head_dim, group))
-        return None if division is None else cls(head_dim, group, page_size, division)
+        heads = head_dim, group
+        division = _DIVISIONS.get(heads)
+        if division is None or num_rows > _MOST_ROWS.get(heads, 1):
+            return None
+        return cls(head_dim, group, page_size, division)
 
     @property
     def programs_per_kv_head(self) -> int:
@@ -109,8 +110,7 @@ def is_wide(
         return False
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
-    of_rows = WideVariant.of(head_dim, group, page_size, _MOST_ROWS)
-    return runs_on(device, variant) and (of_rows is None or runs_on(device, of_rows))
+    return runs_on(device, variant)
 
 
 def wide_splits(head_dim: int, group: int, num_rows: int, num_kv_heads: int, num_processors: int) -> int:
