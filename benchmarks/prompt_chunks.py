@@ -47,7 +47,6 @@ class Chunks:
         self._runner = runner
         length, page_size = num_tokens // num_prompts, runner.state.page_size
         vocab_size = runner.loaded.config.vocab_size
-        self.num_tokens = length * num_prompts
         rng = np.random.default_rng(0)
         pages_each = -(-(length + 1) // page_size)
         slots, empty = int32_array(range(num_prompts)), int32_array()
@@ -160,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
     options, server_options = parser.parse_known_args(words)
-    if not 1 <= options.prompts <= options.tokens:
-        parser.error("--tokens and --prompts take numbers from 1 on, and a prompt has a token or more")
+    if options.prompts < 1 or options.tokens < 1 or options.tokens % options.prompts:
+        parser.error("--tokens and --prompts take numbers from 1 on, and prompts have equal numbers of tokens")
     given = ["--model-path", models.folder_of(options.model_path), "--tp", "2", "--disable-cuda-graph"]
     given += ["--chunked-prefill-size", str(options.tokens), "--max-running-requests", str(max(8, options.prompts))]
     given += ["--max-total-tokens", str(2 * options.tokens)]
