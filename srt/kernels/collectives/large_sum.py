@@ -150,6 +150,8 @@ class LargeSums:
             assert count >= self.ranks or not self.is_divided, (
                 f"{count} units: a rank has none, and none would wait for it"
             )
+            slots = 2 * -(-count // self.ranks) if self.is_divided else count
+            assert slots * unit_words * WORD_BYTES <= self.mail.box_bytes, f"no room for {slots} units in a box"
             begin = first * unit_words
             words = min(count * unit_words, num_words - begin)
             sum_ = _Sum(

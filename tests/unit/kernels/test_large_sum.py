@@ -187,6 +187,16 @@ def test_three_ranks_cannot_send_whole_parts_for_which_their_boxes_have_no_room(
         whole.add(torch.zeros(300, 4096).bfloat16())
 
 
+def test_units_for_which_boxes_have_no_room_are_not_sent() -> None:
+    """Boxes have room for incomplete groups of units of 32 KiB, not of larger ones."""
+    most_bytes = boxed_bytes(3, 2487 * 2560 * 2)
+    mail = LargeMail(box_bytes=box_bytes(3, most_bytes))
+    large = replace(LargeSums.of(mail, 3, most_bytes), unit_bytes=64 << 10)
+    x = torch.zeros(2487, 2560).bfloat16()
+    with pytest.raises(AssertionError, match="no room for 140 units"):
+        large.add_and_norm(x, x, x[0], 1e-6)
+
+
 @pytest.mark.parametrize(("num_units", "most"), [(1, 1), (64, 64), (65, 64), (1000, 64), (7, 3)])
 def test_what_has_no_room_at_once_takes_several_launches_of_the_same_size(num_units: int, most: int) -> None:
     found = pieces(num_units, most)
@@ -206,7 +216,7 @@ def test_precompiling_compiles_the_kernel_of_each_width_and_launches_none(monkey
     monkeypatch.setattr(hopper, "is_precompiled", is_precompiled)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     for ranks, width in ((2, 4096), (3, 1024)):
-        sums = LargeSums.of(LargeMail(), ranks, 1 << 20)
+        sums = LargeSums.of(LargeMail(box_bytes=box_bytes(ranks, 1 << 20)), ranks, 1 << 20)
         x = torch.zeros(300, width).bfloat16()
         assert sums.add(x).shape == x.shape
         sums.add_and_norm(x, x, torch.ones(width).bfloat16(), 1e-6)
