@@ -2,7 +2,7 @@
 
 Whatever the checkpoint's layout (pack-quantized, GPTQ, AWQ), the weight is stored in one way after loading. 8-bit numbers are bytes
 [outputs, inputs]. 4-bit numbers are bytes [outputs, inputs / 2]: of each 32 inputs, byte i has input i in its low half and input
-16 + i in its high half. Linear layers on a GPU have the same bytes in another order (`order_operands`).
+16 + i in its high half. Linear layers on a GPU have the same bytes in another order (`order_operands`); experts there do not.
 """
 
 from __future__ import annotations

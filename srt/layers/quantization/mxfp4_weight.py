@@ -1,6 +1,6 @@
 """Weights of 4-bit floating-point numbers (e2m1) in groups of 32 inputs, with a power of two for each group: MXFP4.
 
-After loading a weight is bytes [outputs, inputs / 2] of two numbers, in the same places as those of 4-bit integers (`int_weight.py`),
+After loading a weight is bytes [outputs, inputs / 2] of two numbers, in the places that `pack_halves` (int_weight.py) gives them,
 and the biased exponents of the groups' factors, [groups, outputs]: an exponent of 127 stands for the factor 1.
 """
 
