@@ -135,6 +135,7 @@ class Burst:
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_a_thousand_requests_a_third_of_them_broken_off_leave_nothing_behind(server: Server) -> None:
     asyncio.run(_first_hundred(server))
     before = _settled(server)

@@ -30,9 +30,13 @@ PARAMETERS: list[dict[str, Any]] = [
     {"temperature": 0.9, "sampling_seed": 3, "stop": [" the", "e l"]},
     {"temperature": 0.7, "sampling_seed": 4, "json_schema": '{"type": "array", "items": {"enum": ["owl", "lamp"]}}'},
 ]
+DRAFTERS = [
+    pytest.param(("STANDALONE", "tiny-draft"), id="model", marks=pytest.mark.full),
+    pytest.param(("EAGLE3", "tiny-eagle3"), id="head"),
+]
 
 
-@pytest.fixture(scope="module", params=[("STANDALONE", "tiny-draft"), ("EAGLE3", "tiny-eagle3")], ids=["model", "head"])
+@pytest.fixture(scope="module", params=DRAFTERS)
 def drafting(request: pytest.FixtureRequest) -> Iterator[srt.Runtime]:
     algorithm, checkpoint = request.param
     options = {

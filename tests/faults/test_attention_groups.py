@@ -140,6 +140,7 @@ def test_both_groups_are_replaced_when_a_process_of_one_is_killed(
     check_files(server, 2)
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_is_replaced_with_both_groups(server: ServerProcess, whole: list[Chunks]) -> None:
     again = len(server.lines_with("at work again"))
     victim = victim_of(server, WORKER, 1)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import pytest
+
 from srt.managers.process.child_process import ChildKey
 from srt.managers.process.replica_layout import children_of
 from srt.managers.supervisor.events import (
@@ -370,6 +372,7 @@ def tell_all() -> Counter[str]:
     return statistics
 
 
+@pytest.mark.full
 def test_whatever_goes_wrong_again_and_again_only_what_must_be_is_replaced() -> None:
     statistics = tell_all()
     roles = ("frontend", "scheduler", "worker")

@@ -20,6 +20,7 @@ def test_figures_of_twice_as_many_requests_are_compared_with_those_of_one_gpu() 
     assert two_gpus.quotient("long prompt, s", 3.0, one, 256) == ""
 
 
+@pytest.mark.full
 def test_each_layout_has_a_line_and_one_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

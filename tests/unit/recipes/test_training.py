@@ -78,6 +78,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert settings.shape_of(89) == (128, 1024) and settings.shape_of(90) == (64, 2048)
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     shutil.copy(SHIPPED_MODELS / "tiny" / "tokenizer.json", tmp_path)
     settings = recipe.Settings(steps=4, long_steps=1, rows=2, row_tokens=512, warmup_steps=2)

@@ -16,7 +16,8 @@ from tests.unit.layers.attention.attention_world import AttentionWorld, spec_of
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("subject", ["triton_backend", pytest.param("runner_on_triton", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("subject", ["triton_backend", "runner_on_triton"])
 def test_in_the_interpreter_it_equals_dense_attention_and_transformers(subject: str) -> None:
     run_interpreted(Path(__file__).with_name(f"interpreted_{subject}.py"))
 
