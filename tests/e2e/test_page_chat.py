@@ -61,7 +61,7 @@ def test_an_answer_of_the_shipped_model_appears_piece_by_piece(browser: Browser,
         assert page.run(LAST) == "123 + 456 = 579"
         assert "stop · " in page.text(".message.assistant .quiet")
         page.run("seen.clear()")
-        # Of so many pieces that some come alone, however late the browser looks.
+        # A story has many pieces. So the browser sees several states even if it gets some pieces together.
         ask(page, "Tell me a story about a brave fox.")
         page.wait(f"{SETTLED} && document.querySelectorAll('.quiet').length > 1")
         assert page.run("seen.size") >= 4

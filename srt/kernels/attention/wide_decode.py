@@ -41,7 +41,7 @@ _DIVISIONS: Final[Mapping[tuple[int, int], Division]] = {
     (128, 4): Division(2, 8, 8),
     (128, 8): Division(4, 4, 8),
 }
-# The most rows for which the kernel is faster than others, likewise. Where it says nothing, that is one row.
+# By the same sizes, the most rows for which this kernel is faster than others. Sizes without an entry: one row.
 _MOST_ROWS: Final[Mapping[tuple[int, int], int]] = {(128, 8): 8}
 
 

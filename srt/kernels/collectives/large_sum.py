@@ -48,7 +48,7 @@ class LargeKernel:
     is_normed: bool = False  # whether to add the sum to the residual stream and norm its rows
     parts: int = _MOST_PARTS  # words of a row per thread
     is_divided: bool = False
-    """Whether a rank adds up some of the units and sends the others the sums, or each adds up all."""
+    """If true, each rank computes the sums of some units and sends them to the other ranks. If false, each rank computes all sums."""
     senders: int = _SENDERS
 
     name = "large_sum"

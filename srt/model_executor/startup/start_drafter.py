@@ -42,8 +42,8 @@ from srt.utils.mtp_config import served_mtp
 
 VERIFY_SIZES = (16, 24, 32, 64, 96, 128, 192, 256)
 """Numbers of tokens to capture, beside those of one row and of two. Products have tiles of 16, 32 and 64 rows, so up to 64 tokens padding
-costs them nothing. Attention over up to 32 tokens divides the keys of each between programs, of which a token has fewer the more tokens
-there are. From `LEAST_TOGETHER` (verify_runner.py) on it reads the keys of a row once for all of its tokens."""
+costs them nothing. With up to 32 tokens, attention divides the keys of each token between several programs: the more tokens, the fewer
+programs for each. With `LEAST_TOGETHER` tokens (verify_runner.py) or more, it reads the keys of a row once for all tokens of the row."""
 DRAFT_SIZES = (1, 4, 8, 16, 32, 64, 128)
 """Numbers of rows to capture. One row has kernels of its own; two take as long as four."""
 

@@ -255,7 +255,7 @@ def test_compiling_lets_other_threads_run(vocabulary: Vocabulary, monkeypatch: p
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert any(ran_during_calls)
+    assert any(ran_during_calls) and "0" in grammars
 
 
 def test_a_vocabulary_needs_a_token_that_ends_texts(tokenizer: Tokenizer) -> None:
