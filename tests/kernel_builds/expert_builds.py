@@ -62,7 +62,7 @@ def expert_builds() -> list[KernelBuild]:
     for tokens in (2, 8, 64, 256):
         tiles = ExpertGemmTiles.choose(tokens * DEEPSEEK_V2_LITE.top_k, DEEPSEEK_V2_LITE.experts, 2, has_room=True)
         builds += [build(bf16, tokens, tiles, shape=DEEPSEEK_V2_LITE) for build in (_gates, _downs)]
-    builds += [build(bf16, kind) for build in (_pair_gates, _packed_downs) for kind in ("e4m3", "e4m3 by 128")]
+    builds += [build(bf16, kind) for build in (_pair_gates, _few_downs) for kind in ("e4m3", "e4m3 by 128")]
     builds += [build(tokens, groups) for build in (_rounded_gates, _rounded_downs) for tokens, groups in _ROUNDED]
     for dtype, tokens in ((bf16, 1), (bf16, 64), (bf16, 256), (bf16, 512), (bf16, 8192), (fp32, 1), (fp32, 8192)):
         tiles = ExpertGemmTiles.choose(tokens * TOP_K, EXPERTS, dtype.itemsize, has_room=True)
@@ -247,18 +247,46 @@ def _token_downs(dtype: torch.dtype, num_own: int = 0, shape: _Shape = QWEN3) ->
     return KernelBuild(
         f"token_downs[{name}{_of(num_own)}{_beside(shape.shared)}]",
         token_downs_kernel,
-        {**dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "shared_ptr", "out_ptr"), f"*{name}"), **_CHOICE},
-        {**_DOWNS, **constants, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k},
+        {
+            **dict.fromkeys(("x_ptr", "weight_ptr", "scales_ptr", "bias_ptr", "shared_ptr", "out_ptr"), f"*{name}"),
+            **_CHOICE,
+        },
+        {
+            **_DOWNS,
+            **constants,
+            "KIND": PLAIN.value,
+            "HOPPER": True,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_K": tiles.block_k,
+        },
         {"num_warps": tiles.num_warps, "maxnreg": None if shape.shared else 128, **_LAUNCH},
     )
 
 
-def _packed_downs(dtype: torch.dtype, kind: str) -> KernelBuild:
-    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1)
-    assert tiles is not None
+def _few_downs(dtype: torch.dtype, kind: str) -> KernelBuild:
+    """The downs of one token in e4m3: a kernel of their own if groups of inputs have scales."""
     scales, constants = _KINDS[kind]
-    group = constants.get("GROUP", _FEW_PLAIN["GROUP"])
+    group = constants.get("GROUP", 0)
+    name, tiles = TYPE_NAMES[dtype], FewTiles.of_downs(SIZE, TOP_K, 1, has_groups=bool(group))
+    assert tiles is not None
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+    block = {"BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+    if not group:
+        return KernelBuild(
+            f"token_downs[{name}, {kind}]",
+            token_downs_kernel,
+            {**types, "weight_ptr": "*u8", "scales_ptr": scales, "shared_ptr": f"*{name}", **_CHOICE},
+            {
+                **_DOWNS,
+                "NUM_OWN": 0,
+                "KIND": E4M3.value,
+                "HOPPER": True,
+                "SHARED": 0,
+                "CHOICES": tiles.choices(TOP_K),
+                **block,
+            },
+            {"num_warps": tiles.num_warps, "maxnreg": 128, **_LAUNCH},
+        )
     return KernelBuild(
         f"packed_downs[{name}, {kind}]",
         packed_downs_kernel,

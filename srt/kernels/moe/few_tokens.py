@@ -20,11 +20,10 @@ import triton.language as tl
 
 from srt.kernels.build.jit import jit, kernel
 from srt.kernels.build.pdl import LATE, let_next_start, let_next_start_late, pdl_options, wait_for_inputs
-from srt.kernels.gemm.conversions import e4m3_to, e4m3_to_bf16
 from srt.kernels.gemm.packed_gemm import is_hopper
 from srt.kernels.moe.expert_gemm import StoredMatrices, activate
 from srt.kernels.moe.expert_tiles import add_step_to_load
-from srt.kernels.moe.packed_tiles import E4M3
+from srt.kernels.moe.packed_tiles import E4M3, values_of
 from srt.kernels.moe.route import MOST_OF_A_WARP, choose_by_logits, routing_constants
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ MOST_ROUTED_ROWS: Final = 32
 MOST_PAIRS: Final = 64  # that can be counted
 _GATE_BYTES: Final = 16 << 10  # of the weights in a program
 _DOWN_BYTES: Final = 48 << 10
+_E4M3_DOWN_BYTES: Final = 24 << 10
 _DOWN_REGISTERS: Final = 128  # of a thread, so that four programs fit on a processor
 _DOWN_PROGRAMS: Final = 528  # that an H200 has at once then
 _MOST_REGISTERS: Final = 192  # of weights and sums of a thread
@@ -67,25 +67,29 @@ class FewTiles:
         return cls.choose(hidden, 2, item_size, _GATE_BYTES)
 
     @classmethod
-    def of_downs(cls, size: int, num_results: int, item_size: int) -> FewTiles | None:
-        """Return tiles for programs that each add up a token's results: those of its choices, and of the shared expert's parts."""
-        tiles = cls.choose(size, num_results, item_size, _DOWN_BYTES)
+    def of_downs(cls, size: int, num_results: int, item_size: int, has_groups: bool = False) -> FewTiles | None:
+        """Return tiles for programs that each add up a token's results: those of its choices, and of the shared expert's parts.
+
+        `has_groups` says that groups of inputs have scales of their own.
+        """
+        is_converted = item_size == 1 and not has_groups
+        tiles = cls.choose(size, num_results, item_size, _E4M3_DOWN_BYTES if is_converted else _DOWN_BYTES)
         while (
             tiles is not None
             and tiles.block_n > 1
-            and tiles._down_registers(size, num_results, item_size) > _MOST_REGISTERS
+            and tiles._down_registers(size, num_results, item_size, has_groups) > _MOST_REGISTERS
         ):
             tiles = replace(tiles, block_n=tiles.block_n // 2)
         return tiles
 
     def choices(self, num_results: int) -> int:
-        """Return the number of choices of a tile of plain downs."""
+        """Return the number of choices of a tile of downs."""
         return math.gcd(num_results, self.num_warps)
 
-    def _down_registers(self, size: int, num_results: int, item_size: int) -> int:
-        """Return how many registers of a thread hold weights of downs and, if these are plain, sums."""
+    def _down_registers(self, size: int, num_results: int, item_size: int, has_groups: bool) -> int:
+        """Return how many registers of a thread hold weights of downs and, without scales of groups, sums."""
         weights = num_results * -(-size // self.block_k) * self.block_k * item_size // 4
-        sums = self.choices(num_results) * self.block_k if item_size > 1 else 0
+        sums = 0 if has_groups else self.choices(num_results) * self.block_k
         return self.block_n * (weights + sums) // (32 * self.num_warps)
 
 
@@ -130,12 +134,7 @@ def _products(
     HOPPER: tl.constexpr,
 ) -> tl.tensor:
     """Return the products of weights and inputs, or the scaled sum of those of each group if groups of inputs have scales."""
-    if KIND != E4M3:
-        values = numbers.to(tl.float32)
-    elif HOPPER:
-        values = e4m3_to_bf16(numbers).to(tl.float32)
-    else:
-        values = e4m3_to(numbers, tl.float32)
+    values = values_of(numbers, KIND, HOPPER)
     if GROUP > K:
         return values * x[None, :]
     else:
@@ -335,12 +334,14 @@ def pair_gates_kernel(
 def token_downs_kernel(
     x_ptr: tl.tensor,  # [pairs + tokens * SHARED, SIZE]
     weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,  # [experts, 1, HIDDEN] f32, if the weights are e4m3 numbers
     bias_ptr: tl.tensor,
     shared_ptr: tl.tensor,  # [HIDDEN, SHARED * SIZE]
     out_ptr: tl.tensor,  # [tokens, HIDDEN]
     ids_ptr: tl.tensor,
     factors_ptr: tl.tensor,
     first_own: int,
+    KIND: tl.constexpr,  # of the weights' numbers (packed_tiles.py): PLAIN, or E4M3 without a shared expert
     SHARED: tl.constexpr,  # parts of the shared expert, which are choices of each token behind all others
     HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -350,6 +351,7 @@ def token_downs_kernel(
     CHOICES: tl.constexpr,  # of a tile of weights
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Program (t, n) computes block n of the weighted sum of the results of token t's choices of experts that are here.
@@ -365,8 +367,9 @@ def token_downs_kernel(
     # The order of these dimensions decides that warps divide choices.
     choices = tl.arange(0, CHOICES)[:, None, None]
     outputs = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
-    columns = tl.arange(0, BLOCK_K)[None, None, :]
-    weights, factors, owns = _none(), _none(), _none()
+    # A thread reads 8 numbers at once, also if 16 would fit, so that it has as many of the inputs.
+    columns = tl.max_contiguous(tl.arange(0, BLOCK_K), 8)[None, None, :]
+    weights, factors, owns, scales = _none(), _none(), _none(), _none()
     bias = tl.zeros([1, BLOCK_N, 1], tl.float32)
     for first in tl.static_range(0, TOP_K + SHARED, CHOICES):
         experts = tl.zeros([CHOICES, 1, 1], tl.int32)
@@ -387,6 +390,9 @@ def token_downs_kernel(
                 of_tile += (choices == place).to(tl.float32)
         expert, is_own = _own_expert(experts, first_own, NUM_OWN)
         rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs * SIZE
+        if KIND == E4M3:
+            at = scales_ptr + expert * HIDDEN + outputs
+            scales = _with(scales, tl.load(at, mask=outputs < HIDDEN * is_own, other=0.0) * of_tile)
         if first + CHOICES > TOP_K:
             part = first + choices - TOP_K
             rows = tl.where(part >= 0, shared_ptr + part * SIZE + outputs * (SHARED * SIZE), rows)
@@ -403,11 +409,18 @@ def token_downs_kernel(
         if tile * CHOICES + CHOICES > TOP_K:
             part = tile * CHOICES + choices - TOP_K
             x_row = tl.where(part >= 0, tl.num_programs(0) * TOP_K + token * SHARED + part, x_row)
+        products = tl.zeros([CHOICES, BLOCK_N, BLOCK_K], tl.float32)
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             x_at = x_ptr + x_row * SIZE + k
             x = tl.load(x_at, mask=k < SIZE * owns[tile], other=0.0).to(tl.float32)
-            sums += weights[tile * STEPS + step].to(tl.float32) * (x * factors[tile])
+            values = values_of(weights[tile * STEPS + step], KIND, HOPPER)
+            if KIND == E4M3:
+                products += values * x
+            else:
+                sums += values * (x * factors[tile])
+        if KIND == E4M3:
+            sums += products * scales[tile]
     total = tl.sum(tl.sum(sums, 2, keep_dims=True), 0, keep_dims=True) + bias
     tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
 
@@ -433,12 +446,11 @@ def packed_downs_kernel(
     HOPPER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Do what `token_downs_kernel` does, with weights that are e4m3 numbers."""
+    """Do what `token_downs_kernel` does, with e4m3 numbers that have a scale for each GROUP inputs of an output."""
     STEPS: tl.constexpr = (SIZE + BLOCK_K - 1) // BLOCK_K
     let_next_start(PDL)
     token, block = tl.program_id(0), tl.program_id(1)
     outputs, columns = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    is_output = outputs < HIDDEN
     weights, factors, scales, owns = _none(), _none(), _none(), _none()
     bias = tl.zeros([BLOCK_N], tl.float32)
     for choice in tl.static_range(TOP_K):
@@ -449,10 +461,7 @@ def packed_downs_kernel(
         factor = tl.load(factors_ptr + token * TOP_K + choice, cache_modifier=".cg")
         factors = _with(factors, factor)
         scales_at = scales_ptr + expert * (HIDDEN * ((SIZE + GROUP - 1) // GROUP)) + outputs
-        if GROUP > SIZE:
-            scales = _with(scales, factor * tl.load(scales_at, mask=outputs < HIDDEN * is_own, other=0.0))
-        else:
-            scales = _with(scales, scales_at)
+        scales = _with(scales, scales_at)
         rows = weight_ptr + expert * (HIDDEN * SIZE) + outputs[:, None] * SIZE
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
@@ -463,24 +472,16 @@ def packed_downs_kernel(
             bias += of_expert.to(tl.float32) * factor
     wait_for_inputs(PDL)
     let_next_start_late(PDL)
-    SUMS: tl.constexpr = BLOCK_K if GROUP > SIZE else BLOCK_K // GROUP
-    sums = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    sums = tl.zeros([BLOCK_N, BLOCK_K // GROUP], tl.float32)
     for choice in tl.static_range(TOP_K):
         for step in tl.static_range(STEPS):
             k = step * BLOCK_K + columns
             is_x = k < SIZE * owns[choice]
             x = tl.load(x_ptr + (token * TOP_K + choice) * SIZE + k, mask=is_x, other=0.0).to(tl.float32)
-            if GROUP > SIZE:
-                products = _products(
-                    weights[choice * STEPS + step], x, outputs, is_output, step * BLOCK_K,
-                    E4M3, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
-                )  # fmt: skip
-                sums += products * scales[choice][:, None]
-            else:
-                sums += _products(
-                    weights[choice * STEPS + step], x * factors[choice], scales[choice], outputs < HIDDEN * owns[choice], step * BLOCK_K,
-                    E4M3, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
-                )  # fmt: skip
+            sums += _products(
+                weights[choice * STEPS + step], x * factors[choice], scales[choice], outputs < HIDDEN * owns[choice], step * BLOCK_K,
+                E4M3, GROUP, SIZE, HIDDEN, BLOCK_N, BLOCK_K, HOPPER,
+            )  # fmt: skip
     total = tl.sum(sums, 1) + bias
     tl.store(out_ptr + token * HIDDEN + outputs, total.to(out_ptr.dtype.element_ty), mask=outputs < HIDDEN)
 
@@ -527,7 +528,8 @@ def tiles_of_few(ids: torch.Tensor, weights: ExpertWeights, item_size: int) -> t
     sizes = [item_size if one.is_plain else 1 for one in stored]
     _, hidden, size = weights.down.shape
     num_results = ids.shape[1] + weights.num_shared_parts
-    gates, downs = FewTiles.of_gates(hidden, sizes[0]), FewTiles.of_downs(size, num_results, sizes[1])
+    gates = FewTiles.of_gates(hidden, sizes[0])
+    downs = FewTiles.of_downs(size, num_results, sizes[1], stored[1].group <= size)
     return None if gates is None or downs is None else (gates, downs)
 
 
@@ -574,10 +576,10 @@ def multiply_few(
     grid = (num_tokens, triton.cdiv(hidden, downs.block_n))
     sizes = {"HAS_BIAS": weights.down_bias is not None, "TOP_K": top_k, "SIZE": size, "HIDDEN": hidden}
     sizes |= {"NUM_OWN": num_own, "BLOCK_N": downs.block_n, "BLOCK_K": downs.block_k, "num_warps": downs.num_warps}
-    if down.is_plain:
+    if down.group > size:
         token_downs_kernel[grid](
-            activated, down.tensors[0], bias, x if shared is None else shared.down, out, ids, factors, weights.first,
-            SHARED=num_shared, CHOICES=downs.choices(top_k + num_shared),
+            activated, *down.tensors[:2], bias, x if shared is None else shared.down, out, ids, factors, weights.first,
+            KIND=down.kind, SHARED=num_shared, CHOICES=downs.choices(top_k + num_shared), HOPPER=is_on_hopper,
             maxnreg=_DOWN_REGISTERS if math.prod(grid) <= _DOWN_PROGRAMS else None, **sizes, **pdl_options(pdl),
         )  # fmt: skip
     else:

@@ -42,6 +42,17 @@ def of_groups(
 
 
 @jit
+def values_of(numbers: tl.tensor, KIND: tl.constexpr, HOPPER: tl.constexpr) -> tl.tensor:
+    """Return what plain or e4m3 numbers stand for, in float32, without scales."""
+    if KIND != E4M3:
+        return numbers.to(tl.float32)
+    elif HOPPER:
+        return e4m3_to_bf16(numbers).to(tl.float32)
+    else:
+        return e4m3_to(numbers, tl.float32)
+
+
+@jit
 def add_bytes(
     acc: tl.tensor,  # [BLOCK_M, BLOCK_N] f32
     x: tl.tensor,  # [BLOCK_M, BLOCK_K]
