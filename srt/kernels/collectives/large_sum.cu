@@ -136,33 +136,6 @@ __device__ __forceinline__ void await_unit(const Boxes& boxes, u64 run, int unit
   }
 }
 
-__device__ __forceinline__ uint4 both(uint2 low, uint2 high) { return make_uint4(low.x, low.y, high.x, high.y); }
-__device__ __forceinline__ uint2 low(uint4 word) { return make_uint2(word.x, word.y); }
-__device__ __forceinline__ uint2 high(uint4 word) { return make_uint2(word.z, word.w); }
-
-// In rank order, rounded once.
-__device__ __forceinline__ uint4 sum_of(const uint4 (&parts)[RANKS]) {
-  Values lows = values_of(low(parts[0])), highs = values_of(high(parts[0]));
-#pragma unroll
-  for (int rank = 1; rank < RANKS; rank++) {
-    add(lows, low(parts[rank]));
-    add(highs, high(parts[rank]));
-  }
-  return both(data_of(lows), data_of(highs));
-}
-
-// `turn` alternates between calls: a program that is late still reads what it has of the call before.
-__device__ __forceinline__ float sum_over_program(float value, int turn) {
-  __shared__ float of_warps[2][THREADS / 32];
-  for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
-  if (threadIdx.x % 32 == 0) of_warps[turn][threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int warp = 0; warp < THREADS / 32; warp++) total += of_warps[turn][warp];
-  return total;
-}
-
 // Adds up the parts of all ranks or, unless ADDS, takes the sum that `owner` has sent.
 template <bool ADDS>
 __device__ __forceinline__ void finish_unit(const Boxes& boxes, const Sum& sum, u64 run, int unit, int owner, int& turn) {
@@ -205,8 +178,8 @@ __device__ __forceinline__ void finish_unit(const Boxes& boxes, const Sum& sum, 
         }
       }
       if (NORMS) {
-        total[i] = both(sum_of_two(low(hidden[i]), low(total[i])), sum_of_two(high(hidden[i]), high(total[i])));
-        squares += squares_of(low(total[i])) + squares_of(high(total[i]));
+        total[i] = sum_of_two(hidden[i], total[i]);
+        squares += squares_of(total[i]);
       }
       sum.out[row + word_of(i)] = total[i];
     }
@@ -216,9 +189,7 @@ __device__ __forceinline__ void finish_unit(const Boxes& boxes, const Sum& sum, 
 #pragma unroll
       for (int i = 0; i < PARTS; i++) {
         if (word_of(i) >= count) continue;
-        const uint4 weight = sum.weight[word_of(i)];
-        sum.normed[row + word_of(i)] =
-            both(normed_by(low(total[i]), scale, low(weight)), normed_by(high(total[i]), scale, high(weight)));
+        sum.normed[row + word_of(i)] = normed_by(total[i], scale, sum.weight[word_of(i)]);
       }
     }
   }

@@ -17,7 +17,7 @@ import torch
 
 from srt.kernels.build.hopper import launch, source_of
 from srt.kernels.collectives import peer_sum
-from srt.kernels.collectives.peer_sum import KINDS, SUMMANDS
+from srt.kernels.collectives.peer_sum import KINDS, SUMMANDS, WORDS
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 THREADS: Final = 256
@@ -58,7 +58,7 @@ class LargeKernel:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, 0, SUMMANDS)
+        return source_of(_SOURCE, 0, SUMMANDS, WORDS)
 
     @property
     def constants(self) -> Mapping[str, int]:

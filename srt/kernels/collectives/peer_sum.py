@@ -18,6 +18,7 @@ from srt.kernels.build.hopper import launch, source_of
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 SUMMANDS: Final = Path(__file__).with_name("summands.cuh")
+WORDS: Final = Path(__file__).with_name("words.cuh")
 LETTERS: Final = 512
 """Number of letters in a box, and of threads in the program that fills it."""
 LETTER_BYTES: Final = 8

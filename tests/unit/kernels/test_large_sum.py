@@ -48,7 +48,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 def host_source(bugs: Sequence[tuple[str, str]] = ()) -> str:
     """The kernel without its functions in assembler, which cuda_on_host.h has, and with these changes."""
-    source = "".join((COLLECTIVES / name).read_text("utf-8") for name in ("summands.cuh", "large_sum.cu"))
+    source = "".join((COLLECTIVES / name).read_text("utf-8") for name in ("summands.cuh", "words.cuh", "large_sum.cu"))
     for name in ASSEMBLER:
         source, count = re.subn(
             rf"__device__ [^\n]*\b{name}\([^\n]*\n.*?^}}\n", "", source, flags=re.DOTALL | re.MULTILINE
