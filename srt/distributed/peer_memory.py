@@ -1,7 +1,7 @@
 """Exchange tensors between the ranks of one host through memory that they write for each other, faster than NCCL.
 
-srt/kernels/collectives/peer_sum.cu and large_sum.cu explain the protocols and why they are correct. This file owns the memory;
-`peer_setup.py` makes the ranks agree on it. Importing this module imports Triton.
+peer_sum.cu, medium_sum.cu and large_sum.cu in srt/kernels/collectives explain the protocols and why they are correct. This file owns the
+memory; `peer_setup.py` makes the ranks agree on it. Importing this module imports Triton.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES, MappedMemory
-from srt.kernels.collectives import large_sum
+from srt.kernels.collectives import large_sum, medium_sum
 from srt.kernels.collectives.large_sum import PROGRAMS, LargeMail, LargeSums
+from srt.kernels.collectives.medium_sum import MediumSums
 from srt.kernels.collectives.peer_sum import (
     BOXES,
     MOST_BYTES,
@@ -32,6 +33,16 @@ from srt.kernels.collectives.peer_sum import (
 )
 
 _PROOF_BYTES: Final = 16
+
+
+def medium_place(ranks: int) -> int:
+    """Return the offset of the boxes of medium sums in a rank's memory. Those of peer_sum.cu come first."""
+    return memory_bytes(ranks)
+
+
+def large_place(ranks: int) -> int:
+    """Return the offset of the boxes of large sums, the last ones."""
+    return medium_place(ranks) + medium_sum.memory_bytes(ranks)
 
 
 class PeerMemory:
@@ -54,11 +65,24 @@ class PeerMemory:
             patience_ns=int(timeout_s * 1e9),
             rank=boxes.rank,
         )
+        self._medium_runs = torch.zeros(medium_sum.num_boxes(self._size), dtype=torch.int32, device=device)
+        self._medium: MediumSums | None = self._medium_sums()
         self._large_runs = torch.ones(PROGRAMS, dtype=torch.int64, device=device)
         self._large = self._large_sums() if boxes.most_large_bytes else None
 
+    def _medium_sums(self) -> MediumSums:
+        first = medium_place(self._size)
+        mail = Mail(
+            memories=tuple(address + first for address in self._boxes.addresses),
+            runs=self._medium_runs.data_ptr(),
+            missing=self._missing.data_ptr(),
+            patience_ns=int(self._timeout_s * 1e9),
+            rank=self._boxes.rank,
+        )
+        return MediumSums(mail, self._size)
+
     def _large_sums(self) -> LargeSums:
-        boxes, first = self._boxes, memory_bytes(self._size)
+        boxes, first = self._boxes, large_place(self._size)
         mail = LargeMail(
             memories=tuple(address + first for address in boxes.addresses),
             runs=self._large_runs.data_ptr(),
@@ -71,6 +95,8 @@ class PeerMemory:
 
     def add(self, x: Tensor) -> Tensor | None:
         """Return the sum over ranks, added in rank order in float32 and rounded once; None if the tensor is too large."""
+        if self._medium is not None and medium_sum.is_summable(x.dtype, x.nbytes, self._size):
+            return self._medium.add(x)
         return add_parts(x, self._mail, self._size) if is_summable(x.dtype, x.nbytes, self._size) else None
 
     def add_large(self, x: Tensor) -> Tensor | None:
@@ -80,6 +106,8 @@ class PeerMemory:
     def add_and_norm(self, x: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
         """Return (the norm of hidden + sum, hidden + sum) for [rows, columns]; None if one launch cannot do it."""
         row_bytes = x.shape[1] * x.itemsize
+        if self._medium is not None and medium_sum.is_normable(x.dtype, len(x), row_bytes, self._size):
+            return self._medium.add_and_norm(x, hidden, weight, eps)
         if is_normable(x.dtype, len(x), row_bytes, self._size):
             return add_parts_and_norm(x, hidden, weight, eps, self._mail, self._size)
         if self._large is not None and self._is_large(x) and large_sum.is_normable(row_bytes):
@@ -129,9 +157,10 @@ class Boxes:
         if memory is None:
             raise RuntimeError("there is no kernel for its GPU")
         size = len(self.addresses)
-        num_bytes = memory_bytes(size) + large_sum.memory_bytes(size, self.most_large_bytes)
+        num_bytes = large_place(size) + large_sum.memory_bytes(size, self.most_large_bytes)
         # In the boxes of large tensors the numbers of runs have 64 bits, and this word twice is not one that they reach.
         own = self.addresses[rank] = memory.allocate(num_bytes, (self.first_run - 1) % 2**32)
+        memory.write(own + medium_place(size), medium_sum.EMPTY_BYTE * medium_sum.memory_bytes(size))
         proof = os.urandom(_PROOF_BYTES)
         memory.write(own + own_place(rank), proof)
         return memory.handle_of(own) + memory.location + proof

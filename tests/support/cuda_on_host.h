@@ -3,6 +3,7 @@
 #pragma once
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cmath>
@@ -10,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 
 typedef uint16_t u16;
 typedef uint32_t u32;
@@ -88,3 +90,20 @@ inline void give_up(u32*, int rank) {
 }
 inline void write_number(u64* address, u64 number) { __atomic_store_n(address, number, __ATOMIC_RELEASE); }
 inline u64 read_number(const u64* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+inline void wait_for_earlier_kernels() {}
+inline thread_local std::function<void()> between_sending_and_receiving;
+inline void let_later_kernels_start() { if (between_sending_and_receiving) between_sending_and_receiving(); }
+// The words of a place arrive one by one.
+inline void write_place(u64 address, uint4 word) {
+  const u32 words[4] = {word.x, word.y, word.z, word.w};
+  for (int i = 0; i < 4; i++) {
+    __atomic_store_n((u32*)address + i, words[i], __ATOMIC_RELAXED);
+    be_late();
+  }
+}
+inline uint4 look_at(u64 address) {
+  u32 words[4];
+  for (int i = 0; i < 4; i++) words[i] = __atomic_load_n((u32*)address + i, __ATOMIC_RELAXED);
+  if (words[0] == 0xFFFFFFFF) usleep(100);  // a thread that waits leaves the processor to others
+  return {words[0], words[1], words[2], words[3]};
+}

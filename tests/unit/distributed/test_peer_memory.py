@@ -13,11 +13,10 @@ import torch
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.peer_memory import PeerMemory
+from srt.distributed.peer_memory import PeerMemory, large_place, medium_place
 from srt.distributed.peer_setup import open_peer_memory
-from srt.kernels.collectives import large_sum
+from srt.kernels.collectives import large_sum, medium_sum
 from srt.kernels.collectives.large_sum import boxed_bytes
-from srt.kernels.collectives.peer_sum import memory_bytes
 from tests.support.ranks import run_ranks
 
 
@@ -136,26 +135,29 @@ def test_every_rank_maps_all_others_and_unmaps_them_in_the_end(size: int, tmp_pa
     host = Host()
     assert open_on(size, tmp_path, host, lambda rank: FakeMemory(host, rank)) == [True] * size
     assert host.num_mapped == 0
-    assert [len(block) for block in host.blocks.values()] == [memory_bytes(size)] * size, "others may map it to the end"
+    assert [len(block) for block in host.blocks.values()] == [large_place(size)] * size, "others may map it to the end"
 
 
-def test_large_sums_have_their_boxes_behind_those_of_small_tensors(tmp_path: Path) -> None:
+def test_medium_and_large_sums_have_their_boxes_behind_those_of_small_tensors(tmp_path: Path) -> None:
     host, most_bytes = Host(), boxed_bytes(2, 3 << 20)
 
-    def work(tp: TensorParallel) -> tuple[int, bool]:
+    def work(tp: TensorParallel) -> tuple[set[int], set[int], bool]:
         memory = FakeMemory(host, tp.rank)
         peers = open_peer_memory(tp, lambda: memory, timeout_s=1, most_large_bytes=most_bytes)
-        assert peers is not None and peers._large is not None
+        assert peers is not None and peers._large is not None and peers._medium is not None
         tp.min_int(0)
-        mail, small = peers._large.mail, peers._mail
-        places = [mail.memories[rank] - small.memories[rank] for rank in range(tp.size)]
+        small, medium, large = peers._mail, peers._medium.mail, peers._large.mail
+        places = [{mail.memories[rank] - small.memories[rank] for rank in range(tp.size)} for mail in (medium, large)]
+        own = small.memories[tp.rank] + medium_place(2)
+        is_empty = memory.read(own, medium_sum.memory_bytes(2)) == medium_sum.EMPTY_BYTE * medium_sum.memory_bytes(2)
+        is_rest_filled = memory.read(own - 4, 4) == memory.read(small.memories[tp.rank] + large_place(2), 4) == bytes(4)
         tp.min_int(0)
         peers.close()
-        return places[0], places == [memory_bytes(tp.size)] * tp.size and mail.rank == tp.rank
+        return places[0], places[1], is_empty and is_rest_filled and medium.rank == large.rank == tp.rank
 
-    assert run_ranks(2, tmp_path, work) == [(memory_bytes(2), True)] * 2
+    assert run_ranks(2, tmp_path, work) == [({medium_place(2)}, {large_place(2)}, True)] * 2
     sizes = [len(block) for block in host.blocks.values()]
-    assert sizes == [memory_bytes(2) + large_sum.memory_bytes(2, most_bytes)] * 2
+    assert sizes == [large_place(2) + large_sum.memory_bytes(2, most_bytes)] * 2
 
 
 @pytest.mark.parametrize(
