@@ -1,8 +1,11 @@
-"""Large sums over the GPUs of a host, as prompts have them: microseconds of one, by NCCL and by memory that ranks write for each other.
+"""Sums over the GPUs of a host, as prompts and steps have them: microseconds of one, by NCCL and by memory that ranks write for each other.
 
     python -m benchmarks.large_sums [--ranks 2] [--rows 512,2048,8192] [--width 4096] [--choices]
 
     nccl              NCCL gathers the parts, and a kernel adds them; behind it the kernel that adds the residual stream and norms
+    letters           the kernel that sends the number of the launch with each 4 bytes (peer_sum); where it has no room for the rows, the
+                      kernel that norms behind it
+    medium            one kernel that sends nothing but the data (medium_sum); both only for what has room
     whole, divided    one kernel that sends, receives and adds, in both of its ways; alone, and with the residual stream and the norm.
                       Three or four ranks only divide
 
@@ -26,11 +29,13 @@ from torch import Tensor
 from benchmarks import limits
 from benchmarks.rank_sums import TIMEOUT_S, copied_bytes_s, part_of, run_ranks, sum_of
 from srt.distributed.parallel_state import TensorParallel
+from srt.distributed.peer_memory import PeerMemory
 from srt.distributed.rendezvous import init_tensor_parallel
+from srt.kernels.collectives import medium_sum, peer_sum
 from srt.kernels.collectives.large_sum import LargeSums
 from srt.kernels.elementwise.rms_norm import add_rms_norm
 
-SUMS = 8  # in a graph
+SUMS, SMALL_SUMS, SMALL = 8, 64, 4 << 20  # in a graph; of up to so many bytes each
 REPLAYS = 6  # in a round
 ROUNDS = 4
 EPS = 1e-5
@@ -44,6 +49,7 @@ class Ways:
         assert tp._peers is not None and tp._peers._large is not None, "the GPUs cannot write each other's memory"
         self._nccl = nccl
         self._x = x
+        self._peers: PeerMemory = tp._peers
         self._large: LargeSums = tp._peers._large
         self.hidden = part_of(11, x.shape[0], x.shape[1], x.device)
         self.weight = part_of(12, 1, x.shape[1], x.device)[0]
@@ -51,10 +57,10 @@ class Ways:
     def all(self, has_choices: bool) -> Iterator[tuple[str, Act]]:
         yield "nccl", lambda: (self._nccl.all_reduce(self._x), None)
         yield "nccl, norm", self._normed_behind_nccl
+        yield from self._small()
         large = self._large
-        for is_divided in sorted(
-            {large.is_divided, True}
-        ):  # the boxes of three or four ranks have no room for whole sums
+        # The boxes of three or four ranks have no room for whole sums. Few rows have fewer pieces than there are ranks.
+        for is_divided in sorted({large.is_divided, True} if self._x.nbytes >= SMALL else {large.is_divided} - {True}):
             name, chosen = "divided" if is_divided else "whole", replace(large, is_divided=is_divided)
             yield name, self._added(chosen)
             yield f"{name}, norm", self._normed(chosen)
@@ -62,19 +68,35 @@ class Ways:
                 other = replace(chosen, senders=senders, unit_bytes=unit_kib << 10)
                 yield f"{name}, norm, {senders} senders, {unit_kib} KiB", self._normed(other)
 
+    def _small(self) -> Iterator[tuple[str, Act]]:
+        x, mail, ranks, medium = self._x, self._peers._mail, self._large.ranks, self._peers._medium
+        assert medium is not None
+        if peer_sum.is_summable(x.dtype, x.nbytes, ranks):
+            yield "letters", lambda: (peer_sum.add_parts(x, mail, ranks), None)
+            yield "letters, norm", self._normed_by_letters
+        if medium_sum.is_summable(x.dtype, x.nbytes, ranks):
+            yield "medium", lambda: (medium.add(x), None)
+        if medium_sum.is_normable(x.dtype, len(x), x[0].nbytes, ranks):
+            yield "medium, norm", lambda: swapped(medium.add_and_norm(x, self.hidden, self.weight, EPS))
+
+    def _normed_by_letters(self) -> tuple[Tensor, Tensor]:
+        x, mail, ranks = self._x, self._peers._mail, self._large.ranks
+        if peer_sum.is_normable(x.dtype, len(x), x[0].nbytes, ranks):
+            return swapped(peer_sum.add_parts_and_norm(x, self.hidden, self.weight, EPS, mail, ranks))
+        return swapped(add_rms_norm(self.hidden, peer_sum.add_parts(x, mail, ranks), self.weight, EPS))
+
     def _normed_behind_nccl(self) -> tuple[Tensor, Tensor]:
-        normed, total = add_rms_norm(self.hidden, self._nccl.all_reduce(self._x), self.weight, EPS)
-        return total, normed
+        return swapped(add_rms_norm(self.hidden, self._nccl.all_reduce(self._x), self.weight, EPS))
 
     def _added(self, large: LargeSums) -> Act:
         return lambda: (large.add(self._x), None)
 
     def _normed(self, large: LargeSums) -> Act:
-        def act() -> tuple[Tensor, Tensor]:
-            normed, total = large.add_and_norm(self._x, self.hidden, self.weight, EPS)
-            return total, normed
+        return lambda: swapped(large.add_and_norm(self._x, self.hidden, self.weight, EPS))
 
-        return act
+
+def swapped(both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return both[1], both[0]
 
 
 def check(act: Act, expected: Tensor, ways: Ways) -> None:
@@ -87,17 +109,17 @@ def check(act: Act, expected: Tensor, ways: Ways) -> None:
     assert torch.allclose(normed.float(), right.float(), rtol=0.02, atol=0.02), "a wrong norm"
 
 
-def captured(act: Act) -> torch.cuda.CUDAGraph:
+def captured(act: Act, num_sums: int) -> torch.cuda.CUDAGraph:
     act()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(SUMS):
+        for _ in range(num_sums):
             act()
     return graph
 
 
-def microseconds_of(graph: torch.cuda.CUDAGraph, tp: TensorParallel) -> float:
+def microseconds_of(graph: torch.cuda.CUDAGraph, num_sums: int, tp: TensorParallel) -> float:
     """Return the microseconds of one sum, on the slowest rank."""
     graph.replay()
     torch.cuda.synchronize()
@@ -106,7 +128,7 @@ def microseconds_of(graph: torch.cuda.CUDAGraph, tp: TensorParallel) -> float:
     for _ in range(REPLAYS):
         graph.replay()
     torch.cuda.synchronize()
-    mine_ns = (time.perf_counter() - begin_s) / (SUMS * REPLAYS) * 1e9
+    mine_ns = (time.perf_counter() - begin_s) / (num_sums * REPLAYS) * 1e9
     return -tp.min_int(-int(mine_ns)) / 1e3
 
 
@@ -114,7 +136,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     """On one rank. The first one prints."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    most = 2 * max(options.rows) * options.width
+    most = max(2 * max(options.rows) * options.width, peer_sum.MOST_BYTES + 1)  # so that there are boxes for large sums
 
     def join(name: str, maps_peers: bool) -> TensorParallel:
         meeting = str(Path(options.folder) / name)
@@ -134,20 +156,20 @@ def measure(rank: int, options: argparse.Namespace) -> None:
     for rows in options.rows:
         x, expected = part_of(rank, rows, options.width, device), sum_of(options.ranks, rows, options.width, device)
         ways = Ways(tp, nccl, x)
-        graphs = {}
+        graphs, num_sums = {}, SMALL_SUMS if x.nbytes <= SMALL else SUMS
         for name, act in ways.all(options.choices and rows == max(options.rows)):
             check(act, expected, ways)
-            graphs[name] = captured(act)
+            graphs[name] = captured(act, num_sums)
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for _ in range(ROUNDS):
             for name, graph in graphs.items():
-                times[name].append(microseconds_of(graph, nccl))
+                times[name].append(microseconds_of(graph, num_sums, nccl))
         for name, found in times.items():
             lines.append({"rows": rows, "way": name, "us": min(found), "us_of_rounds": found})
             if rank == 0:
                 rate = x.nbytes / min(found) / 1e3
                 print(
-                    f"RESULT sum {rows} rows {x.nbytes >> 20} MiB {name}: {min(found):.1f} µs, {rate:.0f} GB/s",
+                    f"RESULT sum {rows} rows {x.nbytes >> 10} KiB {name}: {min(found):.1f} µs, {rate:.0f} GB/s",
                     flush=True,
                 )
         graphs.clear()
