@@ -4,7 +4,7 @@
 
 A decode step has two in each layer. On GPUs they are timed in a CUDA graph, as steps have them, on the slowest rank; each rank checks its
 result to the bit. The limit is what a rank sends to all others at the rate of a copy between two GPUs, which is measured first.
-`large_sums.py` measures those of prompts.
+`large_sums.py` measures the kernels one by one, and sums of prompts.
 """
 
 from __future__ import annotations
