@@ -131,6 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) medium_sum(const __grid_co
     runs[n] = *(const volatile u32*)(mail.runs + first_box + n);
     if (is_in(n / PARTS, n % PARTS)) mine[n] = sum.part[first_of(n / PARTS) + word_of(n % PARTS)];
   }
+  // That of the box whose runs this thread counts. Without a condition nothing waits for it here, and at the end it is there.
+  const u32 own_run = *(const volatile u32*)(mail.runs + first_box + min((int)threadIdx.x, ROWS * PARTS - 1));
 #pragma unroll
   for (int n = 0; n < ROWS * PARTS; n++) {
     if (is_in(n / PARTS, n % PARTS)) send(mail, runs[n], first_box + n, mine[n]);
@@ -167,5 +169,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) medium_sum(const __grid_co
     }
   }
   __syncthreads();  // all threads have read the numbers
-  if (threadIdx.x < ROWS * PARTS && first_of(threadIdx.x / PARTS) < sum.num_words) mail.runs[first_box + threadIdx.x] += 1;
+  if (threadIdx.x < ROWS * PARTS && first_of(threadIdx.x / PARTS) < sum.num_words) mail.runs[first_box + threadIdx.x] = own_run + 1;
 }

@@ -106,7 +106,7 @@ def test_the_sums_are_those_of_rank_order_on_all_ranks_and_nothing_races(
         [("make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)", "parts[from]")],
         [("word == EMPTY ? OTHER_NAN : word", "word")],
         [("word.x == EMPTY || word.y == EMPTY || word.z == EMPTY || word.w == EMPTY", "word.x == EMPTY")],
-        [("mail.runs[first_box + threadIdx.x] += 1", "mail.runs[first_box + threadIdx.x] += (mail.rank == 0)")],
+        [("= own_run + 1;", "= own_run + (mail.rank == 0);")],
     ],
     ids=["one side", "never emptied", "a NaN that looks empty", "one word of four", "runs of one rank"],
 )
