@@ -155,13 +155,15 @@ def _map_peers(tp: TensorParallel, timeout_s: float, most_sum_bytes: int) -> Pee
     from srt.distributed.peer_setup import open_peer_memory
     from srt.kernels.build.hopper import runs_on
     from srt.kernels.collectives.large_sum import LargeKernel, boxed_bytes
+    from srt.kernels.collectives.medium_sum import MediumKernel
     from srt.kernels.collectives.peer_sum import PROGRAMS, PeerKernel
 
     # Thread blocks that wait for other ranks' blocks must all run at once. A multiprocessor has room for one, or for a few of large sums.
     has_room = torch.cuda.get_device_properties(tp.device).multi_processor_count >= PROGRAMS
 
     def find_memory() -> CudaMemory | None:
-        return CudaMemory(tp.device) if has_room and runs_on(tp.device, PeerKernel(tp.size, None)) else None
+        kernels = PeerKernel(tp.size, None), MediumKernel(tp.size, torch.bfloat16)
+        return CudaMemory(tp.device) if has_room and all(runs_on(tp.device, kernel) for kernel in kernels) else None
 
     most_large_bytes = boxed_bytes(tp.size, most_sum_bytes) if has_room else 0
     if most_large_bytes and not runs_on(tp.device, LargeKernel(tp.size, torch.bfloat16, is_divided=tp.size > 2)):
