@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import torch
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.peer_memory import PeerMemory, large_place, medium_place
+from srt.distributed.peer_memory import Boxes, PeerMemory, large_place, medium_place
 from srt.distributed.peer_setup import open_peer_memory
+from srt.kernels.build import hopper
 from srt.kernels.collectives import large_sum, medium_sum
 from srt.kernels.collectives.large_sum import boxed_bytes
 from tests.support.ranks import run_ranks
@@ -256,3 +258,44 @@ def test_who_was_waited_for_in_vain_is_told_as_the_ranks_error(tmp_path: Path) -
     for rank in (0, 1):
         assert said[rank].startswith(f"rank {rank} lost the others: rank {1 - rank} sent nothing for 2.5 s; ")
         assert "--disable-custom-all-reduce" in said[rank]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "adds", "norms"),
+    [
+        (2, (1, 4096), "medium_sum", None),
+        (2, (2, 4096), "medium_sum", "medium_sum"),
+        (2, (512, 4096), "medium_sum", "medium_sum"),
+        (2, (513, 4096), "large_sum", "large_sum"),
+        (2, (3, 4100), "peer_sum", "peer_sum"),
+        (2, (4, 4100), "medium_sum", "peer_sum"),
+        (2, (600, 1024), "medium_sum", None),
+        (2, (1500, 1024), "medium_sum", "large_sum"),
+        (2, (130, 12288), "medium_sum", None),
+        (2, (2, 3), None, None),
+        (2, (0, 4096), None, None),
+        (4, (256, 4096), "medium_sum", "medium_sum"),
+        (4, (257, 4096), "large_sum", "large_sum"),
+        (8, (64, 4096), "medium_sum", "medium_sum"),
+        (8, (65, 4096), None, None),
+    ],
+)
+def test_the_shape_alone_decides_which_kernel_adds_and_which_norms(
+    ranks: int, shape: tuple[int, int], adds: str | None, norms: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+
+    def is_precompiled(kernel: hopper.Variant, compile_it: object) -> bool:
+        launched.append(kernel.name)
+        return True
+
+    monkeypatch.setattr(hopper, "is_precompiled", is_precompiled)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    peers = PeerMemory(Boxes(None, 0, ranks, 1, boxed_bytes(ranks, 8 << 20)), torch.device("cpu"), timeout_s=1)
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    found = peers.add(x)
+    assert (peers.add_large(x) if found is None else found) is not None or adds is None
+    assert set(launched) == ({adds} if adds else set())
+    launched.clear()
+    assert (peers.add_and_norm(x, x, torch.ones(shape[1]).bfloat16(), 1e-6) is None) == (norms is None)
+    assert set(launched) == ({norms} if norms else set())
