@@ -396,8 +396,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), PROGRAMS)
         }
       }
       if (live < BLOCK) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the writes above precede the next load
-      __syncwarp();
-      if (lane == 0) arrive(empty + 8 * slot);
+      arrive_after_reads(empty + 8 * slot);
     }
     number += num_blocks;
 

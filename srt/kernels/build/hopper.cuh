@@ -25,6 +25,14 @@ __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives for a warp that has read a place of a ring, which is then loaded again. Without the fence the compiler lets the arrival overtake
+// reads that are still under way, because the place's addresses are not those of the barrier, and reads then find what is loaded next.
+__device__ __forceinline__ void arrive_after_reads(u32 barrier) {
+  asm volatile("fence.acq_rel.cta;" ::: "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(

@@ -528,8 +528,7 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
       if (next < BLOCKS) operands[next % 2].load(w + next * UNIT * LINE + of_even, w + next * UNIT * LINE + of_odd, values + 2 * next);
       operands[block % 2].multiply(sums);
     }
-    __syncwarp();
-    if (lane == 0) arrive(empty);
+    arrive_after_reads(empty);
     if (x_row < ROWS) {
       const float first = sums[0][0] + sums[1][2] + sums[2][0] + sums[3][2];
       const float second = sums[0][1] + sums[1][3] + sums[2][1] + sums[3][3];
@@ -600,8 +599,7 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
       total += float_of(((const u16*)scales)[at]) * (sum * factor.x - factor.y);
 #endif
     }
-    __syncwarp();
-    if (lane == 0) arrive(empty);
+    arrive_after_reads(empty);
     total += __shfl_xor_sync(~0u, total, 1);
     total += __shfl_xor_sync(~0u, total, 2);
     if (t == 0) memory.parts[i * UNIT + row] = total;
@@ -661,8 +659,7 @@ __device__ __forceinline__ void multiply(Memory& memory, int product, int begin,
         total += sum * PRODUCT_FACTOR * ((const float*)scales)[at];
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(empty);
+    arrive_after_reads(empty);
     if (t == 0) memory.parts[i * UNIT + row] = total;
   }
 }
