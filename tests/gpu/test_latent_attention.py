@@ -17,6 +17,12 @@ from srt.kernels.attention.latent_attention import (
     latent_extend,
     num_splits_of,
 )
+from srt.kernels.attention.stream_latents import (
+    LatentDivision,
+    can_stream_latents,
+    clusters_at_once,
+    stream_latents,
+)
 from srt.kernels.build.shared_memory import shared_bytes
 from tests.support.latent_reference import latent_reference
 from tests.unit.kernels.paged_world import make_paged_world
@@ -43,43 +49,64 @@ def error_of(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-def decode(q: Tensor, memory: PagedLatents, slots: Tensor, lengths: Tensor, out: Tensor, scratch: LatentScratch) -> int:
-    """Attend as the backend does, and return the number of splits."""
-    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
-    splits = num_splits_of(len(q), q.shape[1], 4096, processors)
-    tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, shared_bytes(CUDA))
-    latent_decode(q[..., :RANK], q[..., RANK:], memory, slots, lengths, SCALE, out, splits, scratch, tiles)
+def decode(
+    q: Tensor,
+    memory: PagedLatents,
+    slots: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    scratch: LatentScratch,
+    is_streamed: bool,
+) -> int:
+    """Attend as the backend does with either kernel, and return the number of splits."""
+    sizes = len(q), q.shape[1], 4096
+    rows = q[..., :RANK], q[..., RANK:], memory, slots, lengths, SCALE, out
+    if is_streamed:
+        division = LatentDivision.of(*sizes, clusters_at_once(0, memory.page_size))
+        stream_latents(*rows, division, scratch)
+        return division.cluster * division.groups
+    splits = num_splits_of(*sizes, torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    latent_decode(*rows, splits, scratch, LatentTiles.choose(q.dtype, DECODE_PAIRS, shared_bytes(CUDA)))
     return splits
+
+
+def skip_without_kernel(is_streamed: bool) -> None:
+    if is_streamed and not can_stream_latents(CUDA, torch.bfloat16, RANK, RANK + ROPE, PAGE):
+        pytest.skip("needs compute capability 9.0")
 
 
 def scratch_of() -> LatentScratch:
     return LatentScratch.allocate(torch.cuda.get_device_properties(CUDA).multi_processor_count, RANK, CUDA)
 
 
-@pytest.mark.parametrize(("num_rows", "num_heads"), [(1, 16), (5, 128), (40, 16), (300, 16)])
-def test_decodes_are_right_and_the_same_every_time(num_rows: int, num_heads: int) -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["triton", "streamed"])
+@pytest.mark.parametrize(("num_rows", "num_heads"), [(1, 16), (5, 128), (9, 20), (40, 16), (70, 16), (300, 16)])
+def test_decodes_are_right_and_the_same_every_time(num_rows: int, num_heads: int, is_streamed: bool) -> None:
+    skip_without_kernel(is_streamed)
     torch.manual_seed(0)
     lengths = torch.randint(1, 2000 if num_rows < 100 else 300, (num_rows,)).tolist()
     memory, slots = memory_of(lengths)
     q, on_device = randn(num_rows, num_heads, RANK + ROPE), torch.tensor(lengths, device=CUDA)
-    out, scratch = randn(num_rows, num_heads, RANK), scratch_of()
-    splits = decode(q, memory, slots.to(CUDA), on_device, out, scratch)
+    out, scratch, where = randn(num_rows, num_heads, RANK), scratch_of(), slots.to(CUDA)
+    torch.cuda.synchronize()  # a dependent launch reads slots, lengths and latents before earlier kernels have ended
+    splits = decode(q, memory, where, on_device, out, scratch, is_streamed)
     assert (splits > 1) == (num_rows < 100)
     rows = [(int(slot), length - 1, 1) for slot, length in zip(slots, lengths, strict=True)]
     expected = latent_reference(q, memory.latents, RANK, memory.page_table, PAGE, rows, SCALE)
     assert error_of(out, expected) < MOST
     again = torch.empty_like(out)
-    for _ in range(5):
-        decode(q, memory, slots.to(CUDA), on_device, again, scratch)
+    for _ in range(20):
+        decode(q, memory, where, on_device, again, scratch, is_streamed)
         assert torch.equal(again, out)
 
     # A single row has all pages, and attention does not ask for their order: so half of them are read twice, and half never.
     twice = replace(memory, page_table=memory.page_table // 2, latents=memory.latents.nan_to_num())
-    decode(q, twice, slots.to(CUDA), on_device, again, scratch)
+    torch.cuda.synchronize()
+    decode(q, twice, where, on_device, again, scratch, is_streamed)
     assert error_of(again, expected) > 0.3, "half of the pages lost"
     unrotated = q.clone()
     unrotated[..., RANK:] = 0.0
-    decode(unrotated, memory, slots.to(CUDA), on_device, again, scratch)
+    decode(unrotated, memory, where, on_device, again, scratch, is_streamed)
     assert error_of(again, expected) > 5 * MOST, "the rotated part lost"
 
 
@@ -98,15 +125,17 @@ def test_chunks_see_their_prefix_and_themselves(num_heads: int) -> None:
     assert error_of(out, expected) < MOST
 
 
-def test_a_graph_serves_any_lengths() -> None:
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["triton", "streamed"])
+def test_a_graph_serves_any_lengths(is_streamed: bool) -> None:
+    skip_without_kernel(is_streamed)
     torch.manual_seed(2)
     memory, slots = memory_of([900, 1500])
     q, lengths = randn(2, 16, RANK + ROPE), torch.tensor([1, 1], device=CUDA)
     out, scratch, where = randn(2, 16, RANK), scratch_of(), slots.to(CUDA)
-    decode(q, memory, where, lengths, out, scratch)
+    decode(q, memory, where, lengths, out, scratch, is_streamed)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode(q, memory, where, lengths, out, scratch)
+        decode(q, memory, where, lengths, out, scratch, is_streamed)
     for some in ([900, 1500], [0, 7], [640, 1]):
         lengths.copy_(torch.tensor(some))
         graph.replay()

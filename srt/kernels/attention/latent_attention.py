@@ -62,12 +62,15 @@ class LatentScratch:
 
     partial: torch.Tensor  # float32, [pairs of row and head, splits, rank]
     lse: torch.Tensor  # float32, [pairs, splits]: log2 of each split's sum of weights
+    arrived: torch.Tensor  # int32, [programs], zeros: how many results wait for the program that merges them
 
     @classmethod
     def allocate(cls, num_processors: int, rank: int, device: torch.device) -> LatentScratch:
         """Allocate enough for every batch: rows are split into at most as many programs as run at once."""
-        pairs = PROGRAMS_PER_PROCESSOR * num_processors * DECODE_PAIRS
-        return cls(*(torch.empty(size, dtype=torch.float32, device=device) for size in (pairs * rank, pairs)))
+        programs = PROGRAMS_PER_PROCESSOR * num_processors
+        pairs = programs * DECODE_PAIRS
+        partial, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in (pairs * rank, pairs))
+        return cls(partial, lse, torch.zeros(programs, dtype=torch.int32, device=device))
 
 
 def num_splits_of(num_rows: int, num_heads: int, max_context: int, num_processors: int) -> int:
@@ -254,7 +257,8 @@ def latent_extend(
     if not len(slots) or not max_extend_len:
         return
     grid = triton.cdiv(max_extend_len * q.shape[1], tiles.block_m), len(slots), 1
-    no_scratch = LatentScratch(*(torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2)))
+    nothing = torch.empty(0, dtype=torch.float32, device=q.device)
+    no_scratch = LatentScratch(nothing, nothing, nothing)
     _launch(grid, q, rotated, memory, (slots, prefix_lens, extend_lens, start_locs), scale, out, no_scratch, tiles)
 
 

@@ -19,6 +19,12 @@ from srt.kernels.attention.latent_attention import (
     latent_extend,
     num_splits_of,
 )
+from srt.kernels.attention.stream_latents import (
+    LatentDivision,
+    can_stream_latents,
+    clusters_at_once,
+    stream_latents,
+)
 from srt.kernels.build.shared_memory import shared_bytes
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend, DecodeGraphs
@@ -41,6 +47,8 @@ class TritonLatentBackend(AttentionBackend):
             self._num_processors = INTERPRETER_PROCESSORS
         self._scratch = LatentScratch.allocate(self._num_processors, spec.latents.rank, device)
         self._shared_bytes = shared_bytes(device)
+        sizes = spec.latents.rank, spec.latents.dim
+        self._streams = can_stream_latents(device, spec.dtype, *sizes, spec.page_size)
         self._max_extend_len = 0
 
     @property
@@ -81,17 +89,16 @@ class TritonLatentBackend(AttentionBackend):
     def forward_decode(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, out: Tensor) -> None:
         latents, tables = latent_layer(layer), batch.req_to_token_pool
         attended = q.new_empty((len(q), latents.num_heads, latents.latent_rank))
-        latent_decode(
-            *latents.absorb_parts(q),
-            _memory(latents, batch),
-            batch.req_pool_indices[batch.num_extend_rows :],
-            batch.seq_lens[batch.num_extend_rows :],
-            latents.scale,
-            attended,
-            num_splits_of(len(q), latents.num_heads, tables.max_pages * tables.page_size, self._num_processors),
-            self._scratch,
-            LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes),
-        )
+        sizes = len(q), latents.num_heads, tables.max_pages * tables.page_size
+        parts, memory = latents.absorb_parts(q), _memory(latents, batch)
+        slots, lens = batch.req_pool_indices[batch.num_extend_rows :], batch.seq_lens[batch.num_extend_rows :]
+        if self._streams:
+            division = LatentDivision.of(*sizes, clusters_at_once(q.device.index, tables.page_size))
+            stream_latents(*parts, memory, slots, lens, latents.scale, attended, division, self._scratch)
+        else:
+            tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes)
+            splits = num_splits_of(*sizes, self._num_processors)
+            latent_decode(*parts, memory, slots, lens, latents.scale, attended, splits, self._scratch, tiles)
         latents.lift_into(attended, out)
 
 

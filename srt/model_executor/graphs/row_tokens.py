@@ -1,7 +1,8 @@
 """Several tokens of each row at once, as decode rows of their own: each sees the positions of its slot up to its own.
 
-Few tokens are read one by one, more of them row by row. The streaming kernel must not read them: it requests all keys but a row's
-newest ones before the kernels of its own step have ended, and here several keys of a slot are new.
+Few tokens are read one by one, more of them row by row. The streaming kernel of keys and values must not read them: it requests all keys
+but a row's newest ones before the kernels of its own step have ended, and here several keys of a slot are new. That of latents may read
+them: only the product that absorbs queries may still run when it starts, and all latents are stored by then.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from srt.kernels.attention.stream_attention import AttentionVariant
+from srt.kernels.attention.stream_latents import LatentVariant
 from srt.kernels.build.cuda_source import compile_source
 from srt.kernels.build.hopper import ARCHITECTURE, Variant
 from tests.support.hopper_code import instructions_of, reads_under_way_at_arrivals
@@ -18,10 +19,11 @@ from tests.unit.kernels.test_resident_layers import FORMS, SMALL, variant_of
 
 FENCE = 'asm volatile("fence.acq_rel.cta;" ::: "memory");'
 RESIDENT = [variant_of(SMALL), variant_of(SMALL, rows=2), *(variant_of(SMALL, form=form) for form in FORMS)]
+LATENTS = [LatentVariant(16, cluster) for cluster in (1, 2, 4, 8)]
 ATTENTION = [AttentionVariant(4, 128, 16), AttentionVariant(8, 64, 64), AttentionVariant(4, 128, 16, is_fp8=True)]
 
 
-@pytest.mark.parametrize("variant", [*(one for one in RESIDENT if one is not None), *ATTENTION], ids=str)
+@pytest.mark.parametrize("variant", [*(one for one in RESIDENT if one is not None), *LATENTS, *ATTENTION], ids=str)
 def test_places_are_given_back_when_they_have_been_read(variant: Variant, tmp_path: Path) -> None:
     assert variant.source.count(FENCE) == 1
     code = compile_source(variant.source, variant.constants, ARCHITECTURE)
@@ -31,6 +33,6 @@ def test_places_are_given_back_when_they_have_been_read(variant: Variant, tmp_pa
 
 
 def test_an_arrival_before_the_end_of_reads_would_be_noticed(tmp_path: Path) -> None:
-    (variant,) = (one for one in RESIDENT[:1] if one is not None)
-    code = compile_source(variant.source.replace(FENCE, ""), variant.constants, ARCHITECTURE)
+    source = LATENTS[0].source.replace(FENCE, "")
+    code = compile_source(source, LATENTS[0].constants, ARCHITECTURE)
     assert reads_under_way_at_arrivals(instructions_of(code, tmp_path)) != []
