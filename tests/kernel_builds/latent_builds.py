@@ -14,6 +14,7 @@ from srt.kernels.attention.latent_attention import (
 )
 from srt.kernels.build.jit import dot_dtype
 from srt.kernels.elementwise.prepare_latents import prepare_latents_kernel
+from srt.kernels.gemm.head_products import head_products_kernel
 from tests.kernel_builds.kernel_build import TYPE_NAMES, KernelBuild
 
 RANK, ROPE, HEADS = 512, 64, 16
@@ -30,6 +31,7 @@ def latent_builds(shared: int) -> list[KernelBuild]:
         _merge(bf16),
         _attention(bf16, decodes, 8, decodes=True),
         _attention(bf16, chunks, 1, decodes=False),
+        *(_head_products(bf16, into_latents) for into_latents in (True, False)),
     ]
 
 
@@ -88,5 +90,24 @@ def _prepare(dtype: torch.dtype) -> KernelBuild:
             **dict.fromkeys(("q_token_stride", "latents_token_stride", "location_stride"), "i32"),
         },
         constants={**sizes, "BLOCK_H": 16, "BLOCK_HALF": ROPE // 2, "BLOCK_R": RANK, "PDL": True},
+        options={"launch_pdl": True},
+    )
+
+
+def _head_products(dtype: torch.dtype, into_latents: bool) -> KernelBuild:
+    """Queries of 128 elements taken into the space of latents, or results of 128 elements taken out of it, for 3 rows."""
+    name = TYPE_NAMES[dtype]
+    sizes = (RANK, 128, 1, RANK, 32) if into_latents else (128, RANK, RANK, 1, 8)
+    strides = ("x_row_stride", "x_head_stride", "w_head_stride", "out_row_stride", "out_head_stride")
+    return KernelBuild(
+        name=f"head_products[{name}, {'into' if into_latents else 'out of'} the space of latents]",
+        kernel=head_products_kernel,
+        types={**dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), f"*{name}"), **dict.fromkeys(strides, "i32")},
+        constants={
+            **dict(zip(("N", "K", "N_STRIDE", "K_STRIDE", "BLOCK_N"), sizes, strict=True)),
+            "ROWS": 3,
+            "BLOCK_K": sizes[1],
+            "PDL": 2,
+        },
         options={"launch_pdl": True},
     )

@@ -74,20 +74,30 @@ class LatentLayer(RadixAttention):
         """Take queries [rows, heads, head_dim] into the space of latents: [rows, heads, latent_dim]."""
         return torch.cat(self.absorb_parts(q), dim=-1)
 
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """The heads' matrices [heads, nope_dim, latent_rank] for keys and [heads, value_dim, latent_rank] for values."""
+        return self._expansion[0].parts_of_heads
+
+    def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Split queries [rows, heads, head_dim] into what is absorbed and what is rotated."""
+        plain, rotated = q.split((self._nope_dim, self.head_dim - self._nope_dim), dim=-1)
+        return plain, rotated
+
     def absorb_parts(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two parts of `absorb`, [rows, heads, latent_rank] and the rotated one, as views of any strides."""
-        keys, _ = self._expansion[0].parts_of_heads
-        plain, rotated = q.split((self._nope_dim, self.head_dim - self._nope_dim), dim=-1)
+        keys, _ = self.matrices
+        plain, rotated = self.split_queries(q)
         return torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1), rotated
 
     def lift(self, attended: Tensor) -> Tensor:
         """Make the heads' results [rows, heads, value_dim] of weighted sums of latents [rows, heads, latent_rank]."""
-        _, values = self._expansion[0].parts_of_heads
+        _, values = self.matrices
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
     def lift_into(self, attended: Tensor, out: Tensor) -> None:
         """Store what `lift` returns in `out`."""
-        _, values = self._expansion[0].parts_of_heads
+        _, values = self.matrices
         torch.bmm(attended.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:

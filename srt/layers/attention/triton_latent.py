@@ -25,7 +25,9 @@ from srt.kernels.attention.stream_latents import (
     clusters_at_once,
     stream_latents,
 )
+from srt.kernels.build.pdl import LATE, has_pdl, pdl_for
 from srt.kernels.build.shared_memory import shared_bytes
+from srt.kernels.gemm import head_products
 from srt.layers.attention.attention_spec import AttentionLayer, AttentionSpec
 from srt.layers.attention.base import AttentionBackend, DecodeGraphs
 from srt.layers.attention.latent_layer import LatentLayer, latent_layer
@@ -49,6 +51,7 @@ class TritonLatentBackend(AttentionBackend):
         self._shared_bytes = shared_bytes(device)
         sizes = spec.latents.rank, spec.latents.dim
         self._streams = can_stream_latents(device, spec.dtype, *sizes, spec.page_size)
+        self._has_pdl = has_pdl(device)
         self._max_extend_len = 0
 
     @property
@@ -90,7 +93,7 @@ class TritonLatentBackend(AttentionBackend):
         latents, tables = latent_layer(layer), batch.req_to_token_pool
         attended = q.new_empty((len(q), latents.num_heads, latents.latent_rank))
         sizes = len(q), latents.num_heads, tables.max_pages * tables.page_size
-        parts, memory = latents.absorb_parts(q), _memory(latents, batch)
+        parts, memory = self._absorbed(q, latents), _memory(latents, batch)
         slots, lens = batch.req_pool_indices[batch.num_extend_rows :], batch.seq_lens[batch.num_extend_rows :]
         if self._streams:
             division = LatentDivision.of(*sizes, clusters_at_once(q.device.index, tables.page_size))
@@ -99,7 +102,21 @@ class TritonLatentBackend(AttentionBackend):
             tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes)
             splits = num_splits_of(*sizes, self._num_processors)
             latent_decode(*parts, memory, slots, lens, latents.scale, attended, splits, self._scratch, tiles)
-        latents.lift_into(attended, out)
+        if len(q) > head_products.MOST_ROWS:
+            latents.lift_into(attended, out)
+        else:
+            _, values = latents.matrices
+            head_products.head_products(attended, values, out, pdl_for(len(q)) if self._has_pdl else 0)
+
+    def _absorbed(self, q: Tensor, layer: LatentLayer) -> tuple[Tensor, Tensor]:
+        """Return the two parts of absorbed queries. When the next kernel starts, all that came before this product has ended."""
+        if len(q) > head_products.MOST_ROWS:
+            return layer.absorb_parts(q)
+        plain, rotated = layer.split_queries(q)
+        keys, _ = layer.matrices
+        absorbed = q.new_empty((len(q), layer.num_heads, layer.latent_rank))
+        head_products.head_products(plain, keys.transpose(1, 2), absorbed, LATE.value if self._has_pdl else 0)
+        return absorbed, rotated
 
 
 def _memory(layer: LatentLayer, batch: ForwardBatch) -> PagedLatents:
