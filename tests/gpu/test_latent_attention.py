@@ -17,12 +17,7 @@ from srt.kernels.attention.latent_attention import (
     latent_extend,
     num_splits_of,
 )
-from srt.kernels.attention.stream_latents import (
-    LatentDivision,
-    can_stream_latents,
-    clusters_at_once,
-    stream_latents,
-)
+from srt.kernels.attention.stream_latents import LatentDivision, clusters_at_once, stream_latents
 from srt.kernels.build.shared_memory import shared_bytes
 from tests.support.latent_reference import latent_reference
 from tests.unit.kernels.paged_world import make_paged_world
@@ -62,7 +57,9 @@ def decode(
     sizes = len(q), q.shape[1], 4096
     rows = q[..., :RANK], q[..., RANK:], memory, slots, lengths, SCALE, out
     if is_streamed:
-        division = LatentDivision.of(*sizes, clusters_at_once(0, memory.page_size))
+        at_once = clusters_at_once(CUDA, torch.bfloat16, RANK, RANK + ROPE, PAGE)
+        assert at_once is not None
+        division = LatentDivision.of(*sizes, at_once)
         stream_latents(*rows, division, scratch)
         return division.cluster * division.groups
     splits = num_splits_of(*sizes, torch.cuda.get_device_properties(CUDA).multi_processor_count)
@@ -71,7 +68,7 @@ def decode(
 
 
 def skip_without_kernel(is_streamed: bool) -> None:
-    if is_streamed and not can_stream_latents(CUDA, torch.bfloat16, RANK, RANK + ROPE, PAGE):
+    if is_streamed and torch.cuda.get_device_capability(CUDA) != (9, 0):
         pytest.skip("needs compute capability 9.0")
 
 

@@ -95,7 +95,7 @@ def _prepare(dtype: torch.dtype) -> KernelBuild:
 
 
 def _head_products(dtype: torch.dtype, into_latents: bool) -> KernelBuild:
-    """Queries of 128 elements taken into the space of latents, or results of 128 elements taken out of it, for 3 rows."""
+    """Queries of 128 elements taken into the space of latents, or results of 128 elements taken out of it, for 2 rows."""
     name = TYPE_NAMES[dtype]
     sizes = (RANK, 128, 1, RANK, 32) if into_latents else (128, RANK, RANK, 1, 8)
     strides = ("x_row_stride", "x_head_stride", "w_head_stride", "out_row_stride", "out_head_stride")
@@ -105,7 +105,7 @@ def _head_products(dtype: torch.dtype, into_latents: bool) -> KernelBuild:
         types={**dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), f"*{name}"), **dict.fromkeys(strides, "i32")},
         constants={
             **dict(zip(("N", "K", "N_STRIDE", "K_STRIDE", "BLOCK_N"), sizes, strict=True)),
-            "ROWS": 3,
+            "ROWS": 2,
             "BLOCK_K": sizes[1],
             "PDL": 2,
         },

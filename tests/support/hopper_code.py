@@ -2,6 +2,8 @@
 
 An instruction has 16 bytes. Those that take long name one of six counters that their end changes, and each says which counters it waits
 for first. Loads of one warp from shared memory end in the order in which they begin, so who waits for one waits for those before it.
+
+The code is read from top to bottom, whatever its branches. Loads through generic pointers are not counted.
 """
 
 from __future__ import annotations

@@ -58,7 +58,10 @@ class LatentTiles:
 
 @dataclass(frozen=True, slots=True)
 class LatentScratch:
-    """Results of splits, before they are merged. All layers share the memory, because launches on one stream do not overlap."""
+    """Results of splits, before they are merged. All layers share the memory: a kernel accesses it when those before have ended.
+
+    The shapes are those of the Triton kernel. `stream_latents` has its own, with a group of clusters in place of a split.
+    """
 
     partial: torch.Tensor  # float32, [pairs of row and head, splits, rank]
     lse: torch.Tensor  # float32, [pairs, splits]: log2 of each split's sum of weights

@@ -142,7 +142,9 @@ struct Reader {
       const int slot = (number + b) % SLOTS, live = length - (begin + number + b) * BLOCK;  // positions; may be more than BLOCK
       const u32 block = ring + slot * SLOT_BYTES;
       wait_for(full + 8 * slot, (number + b) / SLOTS & 1);
-      if (live < BLOCK) {  // latents after the row's end may be anything, but a factor must be a number
+      // Latents after the row's end may be anything, but a factor must be a number. Nothing is loaded after a row's last block, so these
+      // stores need not precede a load.
+      if (live < BLOCK) {
         for (int i = live; i < BLOCK; i++)
           store_zeros(block + lane / 4 * LINE_BYTES + i * LINE + ((2 * warp + lane / 2 % 2) ^ i % 8) * 16 + lane % 2 * 8);
         __syncwarp();

@@ -1,7 +1,7 @@
 """Decode attention over latents as a CUDA C++ kernel, for Hopper and bfloat16, with latents of 512 and 64 rotated elements.
 
-The Triton kernel loads one block ahead. Here two programs on a multiprocessor each load up to five blocks
-ahead, and the loads of latents of earlier steps begin before the previous product has ended. Splits of a row are merged by the same kernel.
+The Triton kernel loads one block ahead. Here two programs on a multiprocessor each load up to five blocks ahead. They begin while the
+previous kernel still runs, if that lets them. Splits of a row are merged by the same kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +17,6 @@ import torch
 from srt.kernels.attention.latent_attention import DECODE_PAIRS, PROGRAMS_PER_PROCESSOR, LatentScratch, PagedLatents
 from srt.kernels.build.hopper import (
     BLOCK_K,
-    CAPABILITY,
     Argument,
     launch,
     most_clusters,
@@ -102,19 +100,19 @@ class LatentVariant:
         }
 
 
-def can_stream_latents(device: torch.device, dtype: torch.dtype, rank: int, latent_dim: int, page_size: int) -> bool:
-    """Return whether the kernel supports such latents and runs on this device; log a warning if only the latter fails."""
+def clusters_at_once(
+    device: torch.device, dtype: torch.dtype, rank: int, latent_dim: int, page_size: int
+) -> Mapping[int, int] | None:
+    """Return for each size of clusters how many run at once, or None if the kernel does not support such latents or does not run here.
+
+    Programs of a cluster are neighbours, so clusters do not fill a device to the last program.
+    """
     if dtype is not torch.bfloat16 or (rank, latent_dim) != (_RANK, _RANK + _ROPE) or page_size % _BLOCK:
-        return False
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return False
-    return runs_on(device, LatentVariant(page_size, 1))
-
-
-@cache
-def clusters_at_once(device: int, page_size: int) -> Mapping[int, int]:
-    """Return for each size of clusters how many run at once on the device. A cluster needs neighbouring processors, so some are left."""
-    return {size: most_clusters(LatentVariant(page_size, 1), device, size) for size in _CLUSTERS}
+        return None
+    variant = LatentVariant(page_size, 1)
+    if not runs_on(device, variant):
+        return None
+    return {size: most_clusters(variant, device.index, size) for size in _CLUSTERS}
 
 
 def stream_latents(
@@ -127,10 +125,9 @@ def stream_latents(
     out: torch.Tensor,
     division: LatentDivision,
     scratch: LatentScratch,
-    is_dependent: bool = True,
 ) -> None:
-    """Compute `latent_decode`. If dependent, it reads lengths, tables, and all latents but those of the rows' last blocks before the
-    previous kernel has ended. That kernel must not store them, and must let this one start only when all kernels before it have ended:
+    """Compute `latent_decode`. It reads lengths, tables, and all latents but those of the rows' last blocks before the previous kernel
+    has ended. That kernel must not store them, and must let this one start only when all kernels before it have ended:
     as any launch does that is not dependent, and `head_products` if it is late."""
     num_rows, num_heads, rank = q.shape
     if not num_rows:
@@ -153,7 +150,11 @@ def stream_latents(
     grid = division.cluster * division.groups, tiles, num_rows
     with torch.cuda.device(q.device):
         launch(
-            LatentVariant(memory.page_size, division.cluster), grid, (_map_of(memory.latents),), arguments, is_dependent
+            LatentVariant(memory.page_size, division.cluster),
+            grid,
+            (_map_of(memory.latents),),
+            arguments,
+            is_dependent=True,
         )
 
 

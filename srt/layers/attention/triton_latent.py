@@ -21,7 +21,6 @@ from srt.kernels.attention.latent_attention import (
 )
 from srt.kernels.attention.stream_latents import (
     LatentDivision,
-    can_stream_latents,
     clusters_at_once,
     stream_latents,
 )
@@ -50,7 +49,7 @@ class TritonLatentBackend(AttentionBackend):
         self._scratch = LatentScratch.allocate(self._num_processors, spec.latents.rank, device)
         self._shared_bytes = shared_bytes(device)
         sizes = spec.latents.rank, spec.latents.dim
-        self._streams = can_stream_latents(device, spec.dtype, *sizes, spec.page_size)
+        self._at_once = clusters_at_once(device, spec.dtype, *sizes, spec.page_size)
         self._has_pdl = has_pdl(device)
         self._max_extend_len = 0
 
@@ -95,8 +94,8 @@ class TritonLatentBackend(AttentionBackend):
         sizes = len(q), latents.num_heads, tables.max_pages * tables.page_size
         parts, memory = self._absorbed(q, latents), _memory(latents, batch)
         slots, lens = batch.req_pool_indices[batch.num_extend_rows :], batch.seq_lens[batch.num_extend_rows :]
-        if self._streams:
-            division = LatentDivision.of(*sizes, clusters_at_once(q.device.index, tables.page_size))
+        if self._at_once is not None:
+            division = LatentDivision.of(*sizes, self._at_once)
             stream_latents(*parts, memory, slots, lens, latents.scale, attended, division, self._scratch)
         else:
             tiles = LatentTiles.choose(q.dtype, DECODE_PAIRS, self._shared_bytes)

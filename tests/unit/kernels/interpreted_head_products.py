@@ -8,7 +8,7 @@ import torch
 from srt.kernels.gemm.head_products import head_products
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [0, 1, 2])
 @pytest.mark.parametrize(("n", "k", "n_is_last"), [(40, 24, True), (24, 40, False), (8, 5000, False)])
 def test_every_head_multiplies_its_own_matrix(rows: int, n: int, k: int, n_is_last: bool) -> None:
     """The heads' inputs, matrices and outputs are parts of wider tensors. Nothing beside the outputs changes."""

@@ -27,6 +27,7 @@ from srt.kernels.gemm.stream_gemm import (
 )
 from srt.model_executor.graphs.cuda_graph_runner import graph_sizes
 from srt.model_executor.startup.warm_up import BATCHES
+from tests.support.hopper_code import instructions_of, reads_under_way_at_arrivals
 
 PROCESSORS = 132  # of an H200, and so many clusters of each size at once
 CLUSTERS = {2: 66, 3: 39, 4: 30, 5: 24, 6: 17, 8: 15}
@@ -179,6 +180,7 @@ def test_every_variant_for_these_models_compiles_for_hopper_and_is_kept(
     chosen.add(replace(rounded, form=ROUNDED))
     compiled = codes()
     assert all(code.startswith(b"\x7fELF") for code in compiled)
+    assert all(reads_under_way_at_arrivals(instructions_of(code, tmp_path)) == [] for code in compiled)
     assert len(list((tmp_path / "kernels").glob("*.cubin"))) == len(chosen)
     monkeypatch.setattr(cuda_source, "compile_source", None)
     assert codes() == compiled

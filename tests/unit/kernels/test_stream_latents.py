@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from srt.kernels.attention.latent_attention import PROGRAMS_PER_PROCESSOR, LatentScratch
-from srt.kernels.attention.stream_latents import LatentDivision, LatentVariant, can_stream_latents
+from srt.kernels.attention.stream_latents import LatentDivision, LatentVariant, clusters_at_once
 from srt.kernels.build.cuda_source import machine_code
 from srt.kernels.build.hopper import ARCHITECTURE
 from tests.support.latent_reference import latent_reference
@@ -65,27 +65,37 @@ def test_rows_are_divided_so_that_clusters_run_at_once(
     assert LatentDivision.of(rows, heads, context, AT_ONCE) == LatentDivision(cluster, groups)
 
 
-def test_the_scratch_holds_the_results_of_every_division() -> None:
-    scratch = LatentScratch.allocate(PROCESSORS, 8, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("processors", "at_once"),
+    [(132, AT_ONCE), (132, {8: 33, 4: 66, 2: 132}), (78, {8: 18, 4: 38, 2: 78}), (16, {8: 2, 4: 7, 2: 16})],
+)
+def test_the_scratch_holds_the_results_of_every_division(processors: int, at_once: dict[int, int]) -> None:
+    rank = 8
+    scratch = LatentScratch.allocate(processors, rank, torch.device("cpu"))
     for rows, heads in product((1, 2, 3, 7, 8, 9, 15, 16, 17, 31), (8, 16, 20, 128)):
-        division = LatentDivision.of(rows, heads, 1 << 17, AT_ONCE)
+        division = LatentDivision.of(rows, heads, 1 << 17, at_once)
         if division.groups > 1:
-            programs = rows * -(-heads // 16) * division.cluster
-            assert programs <= scratch.arrived.numel()
-            assert programs * division.groups * 16 <= scratch.lse.numel()
+            clusters = rows * -(-heads // 16)
+            assert clusters * division.cluster <= scratch.arrived.numel()
+            assert clusters * division.cluster * division.groups * 16 <= scratch.lse.numel()
+            assert clusters * division.groups * 16 * rank <= scratch.partial.numel()
+
+
+@pytest.mark.parametrize(("at_once", "cluster"), [({8: 0, 4: 0, 2: 0}, 1), ({8: 0, 4: 7, 2: 16}, 4)])
+def test_clusters_that_do_not_fit_the_device_are_not_chosen(at_once: dict[int, int], cluster: int) -> None:
+    assert LatentDivision.of(1, 16, 1 << 17, at_once) == LatentDivision(cluster, 1)
 
 
 def test_what_it_does_not_support_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, bf16 = torch.device("cuda", 0), torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("srt.kernels.attention.stream_latents.runs_on", lambda device, variant: True)
-    assert can_stream_latents(cuda, bf16, 512, 576, 16)
-    assert not can_stream_latents(torch.device("cpu"), bf16, 512, 576, 16)
-    assert not can_stream_latents(cuda, torch.float16, 512, 576, 16)
-    assert not can_stream_latents(cuda, bf16, 256, 320, 16), "other latents"
-    assert not can_stream_latents(cuda, bf16, 512, 576, 1), "a load brings positions of one page"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert not can_stream_latents(cuda, bf16, 512, 576, 16)
+    cuda, bf16, runs = torch.device("cuda", 0), torch.bfloat16, [True]
+    monkeypatch.setattr("srt.kernels.attention.stream_latents.runs_on", lambda device, variant: runs[0])
+    monkeypatch.setattr("srt.kernels.attention.stream_latents.most_clusters", lambda variant, device, size: 264 // size)
+    assert clusters_at_once(cuda, bf16, 512, 576, 16) == {8: 33, 4: 66, 2: 132}
+    assert clusters_at_once(cuda, torch.float16, 512, 576, 16) is None
+    assert clusters_at_once(cuda, bf16, 256, 320, 16) is None, "other latents"
+    assert clusters_at_once(cuda, bf16, 512, 576, 1) is None, "a load brings positions of one page"
+    runs[0] = False
+    assert clusters_at_once(cuda, bf16, 512, 576, 16) is None
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -183,7 +193,13 @@ def test_a_wrong_kernel_would_be_noticed(bug: tuple[str, str], tmp_path: Path) -
 @pytest.mark.parametrize(
     "bugs",
     [
-        [("if (number >= SLOTS) wait_for(empty + 8 * slot, (number / SLOTS - 1) & 1);", "")],
+        [
+            (
+                "SLOTS;\n#pragma unroll\n      for (int line",
+                "SLOTS;\n      arrive_after_reads(empty + 8 * slot);\n      for (int line",
+            ),
+            ("      arrive_after_reads(empty + 8 * slot);\n    }", "    }"),
+        ],
         [("    sync_warps();\n#pragma unroll\n    for", "#pragma unroll\n    for")],
         [
             ("sync_cluster(), sync_cluster();", "sync_cluster();"),
