@@ -34,20 +34,6 @@ __device__ __forceinline__ void load_heads(u32 to, const TensorMap* map, int loc
       : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(u32 (&parts)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Converts the lower and the upper two of four e4m3 numbers to f16, which takes one instruction; conversion to bf16 takes four more.
 __device__ __forceinline__ void widen(u32 bytes, u32& lower, u32& upper) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
@@ -64,12 +50,6 @@ __device__ __forceinline__ u32 half_pair_of(float low, float high) {
 
 // Operands for the products with stored numbers, in the type to which those are converted.
 __device__ __forceinline__ u32 factors_of(float low, float high) { return FP8 ? half_pair_of(low, high) : pair_of(low, high); }
-
-__device__ __forceinline__ u32 turned(u32 pair) {
-  u32 other;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-  return other;
-}
 
 #if FP8
 #define TYPE "f16"
@@ -88,8 +68,6 @@ __device__ __forceinline__ float over_positions(float value, Both both) {
   for (int distance = 4; distance < 32; distance *= 2) value = both(value, __shfl_xor_sync(~0u, value, distance));
   return value;
 }
-
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Reads past the L1 cache, which may hold old values.
 __device__ __forceinline__ float load_new(const float* from) {

@@ -32,6 +32,7 @@ from srt.kernels.build.hopper import (
 )
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
+_OPERANDS: Final = Path(__file__).with_name("row_operands.cuh")
 LEAST_ROWS: Final = 4
 _LINE: Final = 2 * BLOCK_K  # bytes
 _BLOCK: Final = WINDOW_UNIT  # positions per load
@@ -61,7 +62,7 @@ class AttentionVariant:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE)
+        return source_of(_SOURCE, 0, _OPERANDS)
 
     @property
     def num_threads(self) -> int:

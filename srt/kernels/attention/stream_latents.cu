@@ -18,26 +18,6 @@ __device__ __forceinline__ void load_latents(u32 to, const TensorMap* map, int l
       : "memory");
 }
 
-__device__ __forceinline__ void load_matrices(u32 (&parts)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void load_turned(u32 (&parts)[4], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ u32 turned(u32 pair) {
-  u32 other;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-  return other;
-}
-
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&rows)[4], u32 low, u32 high) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
@@ -47,8 +27,6 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const u32 (&rows)
 __device__ __forceinline__ void store_zeros(u32 address) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %1};" ::"r"(address), "r"(0) : "memory");
 }
-
-__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -27,6 +27,7 @@ from srt.kernels.build.hopper import (
 )
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
+_OPERANDS: Final = Path(__file__).with_name("row_operands.cuh")
 _RANK: Final = 512
 _ROPE: Final = 64
 _BLOCK: Final = 16  # positions per load
@@ -72,7 +73,7 @@ class LatentVariant:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE)
+        return source_of(_SOURCE, 0, _OPERANDS)
 
     @property
     def num_threads(self) -> int:
