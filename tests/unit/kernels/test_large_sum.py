@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,30 +34,11 @@ from srt.kernels.collectives.large_sum import (
     pieces,
 )
 from srt.kernels.collectives.large_sum import _Sum as Sum
-from tests.support.server_process import ROOT
+from tests.support.ranks_on_host import host_source, needs_compiler, run_ranks
 
 PROCESSORS = 132  # of an H200
-COLLECTIVES = ROOT / "srt/kernels/collectives"
 CHUNK_OF_8B = 8192 * 4096 * 2
 ASSEMBLER = "nanoseconds give_up float_of_half pair_of_halves write_number read_number".split()
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
-
-def host_source(bugs: Sequence[tuple[str, str]] = ()) -> str:
-    """The kernel without its functions in assembler, which cuda_on_host.h has, and with these changes."""
-    source = "".join((COLLECTIVES / name).read_text("utf-8") for name in ("summands.cuh", "words.cuh", "large_sum.cu"))
-    for name in ASSEMBLER:
-        source, count = re.subn(
-            rf"__device__ [^\n]*\b{name}\([^\n]*\n.*?^}}\n", "", source, flags=re.DOTALL | re.MULTILINE
-        )
-        assert count == 1, name
-    assert "asm" not in source
-    source = re.sub(r"__shared__ (\w+) (\w+)((\[[^\]]+\])+);", r"auto& \2 = *(\1(*)\3)shared_memory();", source)
-    for right, wrong in bugs:
-        assert right in source, right
-        source = source.replace(right, wrong)
-    return source
 
 
 def run_on_host(
@@ -68,28 +47,21 @@ def run_on_host(
     """Run launches of this kernel on all ranks, and return what the program says, with what ThreadSanitizer does."""
     small = {"THREADS": 64, "PROGRAMS": 5, "PROGRAMS_AT_ONCE": 1, "SLOTS": 64}
     constants = {**kernel.constants, **small, "ROW_WORDS": row_words or 64 * kernel.parts, "GONE": int(is_gone)}
-    (folder / "kernel.cu").write_text(host_source(bugs))
-    command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", "-w", "-o", str(folder / "ranks")]
-    command += [f"-D{name}={value}" for name, value in constants.items()]
-    command += [f'-DKERNEL="{folder / "kernel.cu"}"', f"-I{ROOT / 'tests/support'}"]
-    subprocess.run([*command, str(ROOT / "tests/unit/kernels/large_sum_on_host.cpp")], check=True)
-    ran = subprocess.run(
-        [str(folder / "ranks")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={"TSAN_OPTIONS": "halt_on_error=1:exitcode=9"},
-    )
-    if "unexpected memory mapping" in ran.stderr:
-        pytest.skip("ThreadSanitizer does not know how this system maps memory")
-    return ran.stdout + ran.stderr
+    source = host_source("large_sum.cu", ASSEMBLER, bugs)
+    return run_ranks("large_sum_on_host.cpp", source, constants, folder, 240)
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("ranks", "is_normed", "is_divided"),
-    [(2, False, False), (2, True, False), (2, True, True), (3, False, True), (4, True, True), (3, True, False)],
+    [
+        (2, True, False),
+        (3, False, True),
+        *(
+            pytest.param(*rest, marks=pytest.mark.full)
+            for rest in ((2, False, False), (2, True, True), (4, True, True), (3, True, False))
+        ),
+    ],
 )
 def test_the_sums_are_those_of_rank_order_on_all_ranks_and_nothing_races(
     ranks: int, is_normed: bool, is_divided: bool, tmp_path: Path

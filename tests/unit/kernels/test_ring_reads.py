@@ -6,6 +6,7 @@ next. No run of the threads on the host shows that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,17 @@ FENCE = 'asm volatile("fence.acq_rel.cta;" ::: "memory");'
 RESIDENT = [variant_of(SMALL), variant_of(SMALL, rows=2), *(variant_of(SMALL, form=form) for form in FORMS)]
 LATENTS = [LatentVariant(16, cluster) for cluster in (1, 2, 4, 8)]
 ATTENTION = [AttentionVariant(4, 128, 16), AttentionVariant(8, 64, 64), AttentionVariant(4, 128, 16, is_fp8=True)]
+KINDS: list[Sequence[Variant]] = [[one for one in RESIDENT if one is not None], LATENTS, ATTENTION]
 
 
-@pytest.mark.parametrize("variant", [*(one for one in RESIDENT if one is not None), *LATENTS, *ATTENTION], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(one, id=str(one), marks=[pytest.mark.full] if i else [])
+        for kind in KINDS
+        for i, one in enumerate(kind)
+    ],
+)
 def test_places_are_given_back_when_they_have_been_read(variant: Variant, tmp_path: Path) -> None:
     assert variant.source.count(FENCE) == 1
     code = compile_source(variant.source, variant.constants, ARCHITECTURE)
