@@ -35,7 +35,9 @@ from srt.kernels.collectives import medium_sum, peer_sum
 from srt.kernels.collectives.large_sum import LargeSums
 from srt.kernels.elementwise.rms_norm import add_rms_norm
 
-SUMS, SMALL_SUMS, SMALL = 8, 64, 4 << 20  # in a graph; of up to so many bytes each
+SUMS = 8  # in a graph
+SMALL_SUMS = 64  # in a graph, if each has at most SMALL bytes
+SMALL = 4 << 20
 REPLAYS = 6  # in a round
 ROUNDS = 4
 EPS = 1e-5

@@ -1,7 +1,8 @@
-"""What the assembler has made of a kernel for Hopper: the loads from shared memory that an arrival at a barrier does not wait for.
+"""Find arrivals at barriers that overtake loads from shared memory, in the machine code of a kernel for Hopper.
 
-An instruction has 16 bytes. Those that take long name one of six counters that their end changes, and each says which counters it waits
-for first. Loads of one warp from shared memory end in the order in which they begin, so who waits for one waits for those before it.
+An instruction of Hopper has 16 bytes. One that takes long, as a load, names one of six counters, which changes when it ends. Every
+instruction says on which counters it waits before it begins. Loads of one warp from shared memory end in the order in which they begin,
+so an instruction that waits for one waits for those before it too.
 
 The code is read from top to bottom, whatever its branches. Loads through generic pointers are not counted.
 """
