@@ -11,16 +11,19 @@ from typing import Final
 
 import pytest
 
+from srt.kernels.build.arrival import ARRIVAL
 from tests.support.server_process import ROOT
 
 COLLECTIVES: Final = ROOT / "srt/kernels/collectives"
+_OF_ARRIVAL: Final = "nanoseconds", "give_up", "write_number", "read_number"  # functions in assembler
 needs_compiler: Final = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 def host_source(kernel: str, assembler: Sequence[str], bugs: Sequence[tuple[str, str]] = ()) -> str:
     """Return the kernel's source without its functions in assembler, which cuda_on_host.h has, and with these changes."""
-    source = "".join((COLLECTIVES / name).read_text("utf-8") for name in ("summands.cuh", "words.cuh", kernel))
-    for name in assembler:
+    files = ARRIVAL, *(COLLECTIVES / name for name in ("summands.cuh", "words.cuh", kernel))
+    source = "".join(file.read_text("utf-8") for file in files)
+    for name in (*_OF_ARRIVAL, *assembler):
         source, count = re.subn(
             rf"__device__ [^\n]*\b{name}\([^\n]*\n.*?^}}\n", "", source, flags=re.DOTALL | re.MULTILINE
         )

@@ -45,18 +45,7 @@ struct Sum {
 };
 
 constexpr int BATCH = 4;  // words that a thread which sends has in flight
-constexpr int LOOKS = 256;  // polls between two readings of the clock
 constexpr int BOXES = RANKS - 1;  // on a side: one for each other rank
-
-__device__ __forceinline__ void write_number(u64* address, u64 number) {
-  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(address), "l"(number) : "memory");
-}
-
-__device__ __forceinline__ u64 read_number(const u64* address) {
-  u64 number;
-  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(number) : "l"(address) : "memory");
-  return number;
-}
 
 // The box for what `from` sends to `to` in this run.
 __device__ __forceinline__ int box_of(int to, int from, u64 run) {
@@ -125,15 +114,7 @@ __device__ __forceinline__ void send_units(const Boxes& boxes, const Sum& sum, u
 
 __device__ __forceinline__ void await_unit(const Boxes& boxes, u64 run, int unit, int from) {
   const u64* number = number_at(boxes, boxes.rank, from, run, unit);
-  u64 begun = 0;
-  for (u32 looks = 1; read_number(number) != run; looks++) {
-    if (looks % LOOKS == 0) {
-      const u64 now = nanoseconds();
-      if (begun == 0) begun = now;
-      if (now - begun > boxes.patience_ns) give_up(boxes.missing, from);
-    }
-    __nanosleep(32);
-  }
+  await_number(number, run, boxes.missing, boxes.patience_ns, from);
 }
 
 // Adds up the parts of all ranks or, unless ADDS, takes the sum that `owner` has sent.

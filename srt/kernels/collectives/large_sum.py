@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from srt.kernels.build.arrival import ARRIVAL
 from srt.kernels.build.hopper import launch, source_of
 from srt.kernels.collectives import peer_sum
 from srt.kernels.collectives.peer_sum import KINDS, SUMMANDS, WORDS
@@ -58,7 +59,7 @@ class LargeKernel:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, 0, SUMMANDS, WORDS)
+        return source_of(_SOURCE, 0, ARRIVAL, SUMMANDS, WORDS)
 
     @property
     def constants(self) -> Mapping[str, int]:

@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 
+from srt.kernels.build.arrival import ARRIVAL
 from srt.kernels.build.hopper import launch, source_of
 from srt.kernels.collectives.peer_sum import KINDS, PROGRAMS, SUMMANDS, WORDS, Mail
 
@@ -46,7 +47,7 @@ class MediumKernel:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, 0, SUMMANDS, WORDS)
+        return source_of(_SOURCE, 0, ARRIVAL, SUMMANDS, WORDS)
 
     @property
     def constants(self) -> Mapping[str, int]:

@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 
+from srt.kernels.build.arrival import ARRIVAL
 from srt.kernels.build.hopper import launch, source_of
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
@@ -51,7 +52,7 @@ class PeerKernel:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, 0, SUMMANDS)
+        return source_of(_SOURCE, 0, ARRIVAL, SUMMANDS)
 
     @property
     def constants(self) -> Mapping[str, int]:

@@ -1,20 +1,6 @@
-// Common code of the kernels that add up summands of several ranks: elements of three types, and the end of a wait in vain.
-// KIND is the type of elements.
+// Common code of the kernels that add up summands of several ranks: elements of three types. KIND is theirs.
 
 constexpr int FLOATS = KIND == FLOAT32 ? 2 : 4;  // in 8 bytes
-
-__device__ __forceinline__ u64 nanoseconds() {
-  u64 now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  return now;
-}
-
-// Leaves the reason where the host finds it. After a trap the device does no more work for this process.
-__device__ __noinline__ void give_up(u32* missing, int rank) {
-  *(volatile u32*)missing = 1 + rank;
-  __threadfence_system();
-  asm volatile("trap;");
-}
 
 struct Values {
   float of[FLOATS];
