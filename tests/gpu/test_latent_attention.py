@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -57,14 +59,20 @@ def decode(
     sizes = len(q), q.shape[1], 4096
     rows = q[..., :RANK], q[..., RANK:], memory, slots, lengths, SCALE, out
     if is_streamed:
-        at_once = clusters_at_once(CUDA, torch.bfloat16, RANK, RANK + ROPE, PAGE)
-        assert at_once is not None
-        division = LatentDivision.of(*sizes, at_once)
+        division = LatentDivision.of(*sizes, at_once())
         stream_latents(*rows, division, scratch)
         return division.cluster * division.groups
     splits = num_splits_of(*sizes, torch.cuda.get_device_properties(CUDA).multi_processor_count)
     latent_decode(*rows, splits, scratch, LatentTiles.choose(q.dtype, DECODE_PAIRS, shared_bytes(CUDA)))
     return splits
+
+
+@cache
+def at_once() -> Mapping[int, int]:
+    """How many clusters of each size run at once; asked once, as by the backend, because a graph that is captured must not ask."""
+    found = clusters_at_once(CUDA, torch.bfloat16, RANK, RANK + ROPE, PAGE)
+    assert found is not None
+    return found
 
 
 def skip_without_kernel(is_streamed: bool) -> None:
