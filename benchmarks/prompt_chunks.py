@@ -5,6 +5,7 @@
     nccl     NCCL gathers the parts of large sums, one kernel adds them, and another one adds the residual stream and norms
     sums     one kernel sends, receives and adds
     fused    it also adds the residual stream and norms
+    divided  each rank finishes the sums of half of the rows, and what the ranks exchange is sent while products run
 
 The ways take turns in the same processes. Then the first rank loads the whole model and runs the same chunks alone. Steps are launched
 kernel by kernel, one of them always ahead of what is read. The tokens that each way draws are shown: nccl and sums must draw the same.
@@ -28,14 +29,14 @@ from benchmarks.gpu_readings import watched
 from benchmarks.step_ranks import connect, other_ranks
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.peer_memory import PeerMemory
-from srt.model_executor.loaded_model import most_sum_bytes, resolve_device
+from srt.model_executor.loaded_model import most_divided_bytes, most_sum_bytes, resolve_device
 from srt.model_executor.model_runner import ModelRunner
 from srt.model_executor.startup.start_runner import start_runner
 from srt.protocol.messages import Admission, LogprobSpec, PageDelta, PlanSection, SamplingSpec, int32_array
 from srt.server_args import ServerArgs, parse_args
 from srt.utils.model_config import ModelConfig
 
-WAYS: Final = ("nccl", "sums", "fused")
+WAYS: Final = ("nccl", "sums", "fused", "divided")
 CHUNKS = 8  # in a round
 ROUNDS = 3
 
@@ -74,10 +75,11 @@ class Chunks:
         return time.perf_counter() - begin_s, np.asarray(drawn).tolist()
 
 
-def choose_way(peers: PeerMemory, large: object, way: str) -> None:
+def choose_way(peers: PeerMemory, large: object, divisions: object, way: str) -> None:
     """Let sums go this way from now on."""
     changed: Any = peers
     changed._large = None if way == "nccl" else large
+    changed._divisions = divisions if way == "divided" else None
     if way == "sums":
         changed.add_and_norm = lambda *_: None
     else:
@@ -90,19 +92,20 @@ def measure(options: argparse.Namespace, args: ServerArgs) -> int:
     config = ModelConfig.from_folder(args.model_path, args.model_overrides(), quantization=args.quantization)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    tp = connect(args, options.rank, options.meeting, device, most_sum_bytes(args, config))
+    sizes = most_sum_bytes(args, config), most_divided_bytes(args, config)
+    tp = connect(args, options.rank, options.meeting, device, *sizes)
     chunks = Chunks(start_runner(args, config, args.model_path, tp, device), options.tokens, options.prompts)
     figures: dict[str, list[float]] = {}
     peers = tp._peers
     if peers is None or peers._large is None:
         print("the GPUs have no boxes for large sums: only NCCL's way is measured", flush=True)
-    large = None if peers is None else peers._large
+    large, divisions = (None, None) if peers is None else (peers._large, peers._divisions)
     ways = WAYS if large is not None else WAYS[:1]
     drawn: dict[str, list[int]] = {}
     for _ in range(ROUNDS):
         for way in ways:
             if peers is not None:
-                choose_way(peers, large, way)
+                choose_way(peers, large, divisions, way)
             chunks.run(2)
             tp.min_int(0)  # all begin together
             with watched(device) as readings:

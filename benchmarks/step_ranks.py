@@ -43,10 +43,12 @@ def other_ranks(module: str, words: Sequence[str], num_ranks: int) -> Iterator[s
                 rank.kill()
 
 
-def connect(args: ServerArgs, rank: int, folder: str, device: torch.device, most_sum_bytes: int = 0) -> TensorParallel:
+def connect(
+    args: ServerArgs, rank: int, folder: str, device: torch.device, most_sum_bytes: int = 0, most_divided_bytes: int = 0
+) -> TensorParallel:
     """Meet the other ranks as workers do: those of --tp-size, which divide the experts by --ep-size, or attention groups of them.
 
-    Large sums, up to `most_sum_bytes`, are those of ranks without such groups.
+    Large sums, up to `most_sum_bytes`, and steps with divided rows, up to `most_divided_bytes`, are those of ranks without such groups.
     """
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"
     size = args.tp_size
@@ -55,7 +57,16 @@ def connect(args: ServerArgs, rank: int, folder: str, device: torch.device, most
     if groups == 1:
         point = str(meeting / "ranks")
         return init_tensor_parallel(
-            rank, size, point, backend, device, TIMEOUT_S, maps, args.ep_size, most_sum_bytes=most_sum_bytes
+            rank,
+            size,
+            point,
+            backend,
+            device,
+            TIMEOUT_S,
+            maps,
+            args.ep_size,
+            most_sum_bytes=most_sum_bytes,
+            most_divided_bytes=most_divided_bytes,
         )
     paths = [str(meeting / f"calls-{number}") for number in range(size)]
     exchange = init_expert_exchange(

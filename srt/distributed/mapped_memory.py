@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, Final, Protocol
 
 import torch
@@ -113,3 +114,10 @@ class CudaMemory:
     def _call(self, name: str, *arguments: Any) -> Any:
         with torch.cuda.device(self._device):
             return checked(getattr(self._driver, name)(*arguments))
+
+
+def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of memory that `allocate` has given. It must outlive the tensor."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, math.prod(shape) * dtype.itemsize)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)

@@ -13,6 +13,7 @@ from srt.distributed.errors import CollectiveError
 
 if TYPE_CHECKING:
     from srt.distributed.peer_memory import PeerMemory
+    from srt.distributed.row_division import RowDivision
 
 
 class Work(Protocol):
@@ -151,6 +152,12 @@ class TensorParallel:
         The sum is that of `all_reduce`.
         """
         return None if self._peers is None else self._peers.add_and_norm(x, hidden, weight, eps)
+
+    def divide(self, num_rows: int, columns: int, dtype: torch.dtype) -> RowDivision | None:
+        """Return how this rank and the other one divide the rows of a step's hidden states; None if they do not."""
+        if self._peers is None:
+            return None
+        return self._peers.divide(num_rows, columns, dtype, is_alone=isinstance(self._group, _Echo))
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return the ranks' tensors, which have one shape, concatenated along `dim` in rank order."""

@@ -1,7 +1,8 @@
 """Exchange tensors between the ranks of one host through memory that they write for each other, faster than NCCL.
 
-peer_sum.cu, medium_sum.cu and large_sum.cu in srt/kernels/collectives explain the protocols and why they are correct. This file owns the
-memory; `peer_setup.py` makes the ranks agree on it. Importing this module imports Triton.
+peer_sum.cu, medium_sum.cu and large_sum.cu in srt/kernels/collectives explain the protocols and why they are correct, and row_division.py
+how two ranks divide the rows of large steps. This file owns the memory; `peer_setup.py` makes the ranks agree on it. Importing this module
+imports Triton.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from srt.distributed import row_division
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES, MappedMemory
+from srt.distributed.row_division import RowDivision, RowDivisions
 from srt.kernels.collectives import large_sum, medium_sum
 from srt.kernels.collectives.large_sum import PROGRAMS, LargeMail, LargeSums
 from srt.kernels.collectives.medium_sum import MediumSums
@@ -41,12 +44,17 @@ def medium_place(ranks: int) -> int:
 
 
 def large_place(ranks: int) -> int:
-    """Return the offset of the boxes of large sums, the last ones."""
+    """Return the offset of the boxes of large sums."""
     return medium_place(ranks) + medium_sum.memory_bytes(ranks)
 
 
+def divided_place(ranks: int, most_large_bytes: int) -> int:
+    """Return the offset of the memory for steps whose rows two ranks divide, which is the last."""
+    return large_place(ranks) + large_sum.memory_bytes(ranks, most_large_bytes)
+
+
 class PeerMemory:
-    """Sums and gathers over the ranks' boxes. All ranks must call the same operations in the same order.
+    """Sums and gathers over the ranks' boxes, and steps whose rows two ranks divide. All ranks must call the same in the same order.
 
     Small tensors have boxes of their own. Large ones can only be added up, and only if the boxes were opened for them.
     """
@@ -69,6 +77,7 @@ class PeerMemory:
         self._medium: MediumSums | None = self._medium_sums()
         self._large_runs = torch.ones(PROGRAMS, dtype=torch.int64, device=device)
         self._large = self._large_sums() if boxes.most_large_bytes else None
+        self._divisions = self._row_divisions(device) if boxes.most_divided_bytes else None
 
     def _medium_sums(self) -> MediumSums:
         first = medium_place(self._size)
@@ -93,6 +102,14 @@ class PeerMemory:
         )
         return LargeSums.of(mail, self._size, boxes.most_large_bytes)
 
+    def _row_divisions(self, device: torch.device) -> RowDivisions:
+        boxes = self._boxes
+        assert self._size == 2, f"{self._size} ranks divide no rows"
+        first, patience_ns = divided_place(self._size, boxes.most_large_bytes), int(self._timeout_s * 1e9)
+        addresses = boxes.addresses[boxes.rank] + first, boxes.addresses[1 - boxes.rank] + first
+        missing = self._missing.data_ptr()
+        return RowDivisions(*addresses, boxes.most_divided_bytes, boxes.rank, missing, patience_ns, device)
+
     def add(self, x: Tensor) -> Tensor | None:
         """Return the sum over ranks, added in rank order in float32 and rounded once; None if the tensor is too large."""
         if self._medium is not None and medium_sum.is_summable(x.dtype, x.nbytes, self._size):
@@ -113,6 +130,10 @@ class PeerMemory:
         if self._large is not None and self._is_large(x) and large_sum.is_normable(row_bytes):
             return self._large.add_and_norm(x, hidden, weight, eps)
         return None
+
+    def divide(self, num_rows: int, columns: int, dtype: torch.dtype, is_alone: bool) -> RowDivision | None:
+        """Return how two ranks divide the rows of a step; None if they do not."""
+        return None if self._divisions is None else self._divisions.divide(num_rows, columns, dtype, is_alone)
 
     def _is_large(self, x: Tensor) -> bool:
         return x.nbytes > MOST_BYTES and large_sum.is_summable(x.dtype, x.nbytes)
@@ -141,12 +162,20 @@ class Boxes:
     """Memory of this rank for its peers, and the peers' memory as mapped here."""
 
     def __init__(
-        self, memory: MappedMemory | None, rank: int, size: int, first_run: int, most_large_bytes: int = 0
+        self,
+        memory: MappedMemory | None,
+        rank: int,
+        size: int,
+        first_run: int,
+        most_large_bytes: int = 0,
+        most_divided_bytes: int = 0,
     ) -> None:
         self.rank = rank
         self.first_run = first_run
         self.most_large_bytes = most_large_bytes
         """Bytes of a large tensor that are added up in one launch; 0: large tensors have no boxes."""
+        self.most_divided_bytes = most_divided_bytes
+        """Most bytes of the hidden states whose rows two ranks divide; 0: they divide none."""
         self.addresses = [0] * size
         """The address of every rank's box; 0 if it has none."""
         self._memory = memory
@@ -157,8 +186,8 @@ class Boxes:
         if memory is None:
             raise RuntimeError("there is no kernel for its GPU")
         size = len(self.addresses)
-        num_bytes = large_place(size) + large_sum.memory_bytes(size, self.most_large_bytes)
-        # In the boxes of large tensors the numbers of runs have 64 bits, and this word twice is not one that they reach.
+        num_bytes = divided_place(size, self.most_large_bytes) + row_division.memory_bytes(self.most_divided_bytes)
+        # Numbers of runs of large tensors and of divided steps have 64 bits, and this word twice is not one that they wait for.
         own = self.addresses[rank] = memory.allocate(num_bytes, (self.first_run - 1) % 2**32)
         memory.write(own + medium_place(size), medium_sum.EMPTY_BYTE * medium_sum.memory_bytes(size))
         proof = os.urandom(_PROOF_BYTES)

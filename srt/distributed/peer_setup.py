@@ -28,16 +28,18 @@ def open_peer_memory(
     timeout_s: float,
     first_run: int = 1,
     most_large_bytes: int = 0,
+    most_divided_bytes: int = 0,
 ) -> PeerMemory | None:
     """Return memory that all ranks can write, or None on every rank if one rank cannot take part; rank 0 logs which one and why.
 
     `find_memory` returns None if this rank has no kernel for it; it is not called if there are more than MOST_RANKS ranks. A rank that
     waits longer than `timeout_s` for a peer gives up. Runs are counted from `first_run` in 32 bits. With `most_large_bytes`, which is the
-    same on all ranks, large tensors are added up too, up to so many bytes in a launch.
+    same on all ranks, large tensors are added up too, up to so many bytes in a launch. With `most_divided_bytes` two ranks can divide the
+    rows of steps with hidden states of up to so many bytes.
     """
     if tp.size > MOST_RANKS:
         return None
-    boxes = Boxes(find_memory(), tp.rank, tp.size, first_run, most_large_bytes)
+    boxes = Boxes(find_memory(), tp.rank, tp.size, first_run, most_large_bytes, most_divided_bytes)
 
     def gather(x: Tensor) -> Tensor:
         return tp.all_gather(x.to(tp.device).unsqueeze(0), dim=0).cpu()

@@ -77,12 +77,14 @@ def init_tensor_parallel(
     expert_groups: int = 1,
     exchange: SharedExperts | None = None,
     most_sum_bytes: int = 0,
+    most_divided_bytes: int = 0,
 ) -> TensorParallel:
     """Meet the other ranks at `rendezvous`: a path that they share and that no earlier group has used, or a port if hosts differ.
 
     A collective whose peers do not arrive fails after `timeout_s`. A single rank meets no others. GPUs map each other's memory if they can,
-    unless `maps_peers` is False: for small tensors, and for sums of tensors up to `most_sum_bytes`, which all ranks must say alike.
-    `exchange` connects the ranks to others that share their experts.
+    unless `maps_peers` is False: for small tensors, for sums of tensors up to `most_sum_bytes`, and for steps whose rows two ranks divide,
+    with hidden states of up to `most_divided_bytes`. All ranks must say these alike. `exchange` connects the ranks to others that share
+    their experts.
     """
     if size == 1:
         return TensorParallel(0, 1, None, device, exchange=exchange)
@@ -92,7 +94,8 @@ def init_tensor_parallel(
     tp.min_int(rank)
     if device.type != "cuda" or not maps_peers:
         return tp
-    return TensorParallel(rank, size, group, device, _map_peers(tp, timeout_s, most_sum_bytes), expert_groups, exchange)
+    peers = _map_peers(tp, timeout_s, most_sum_bytes, most_divided_bytes)
+    return TensorParallel(rank, size, group, device, peers, expert_groups, exchange)
 
 
 def init_expert_exchange(
@@ -149,10 +152,11 @@ def open_device_links(pipeline: Pipeline, sizes: LinkSizes, device: torch.device
     pipeline.links = open_stage_memory(pipeline, find_memory, sizes, device, timeout_s)
 
 
-def _map_peers(tp: TensorParallel, timeout_s: float, most_sum_bytes: int) -> PeerMemory | None:
+def _map_peers(tp: TensorParallel, timeout_s: float, most_sum_bytes: int, most_divided_bytes: int) -> PeerMemory | None:
     # Imported here because Triton is installed only with PyTorch for CUDA.
     from srt.distributed.mapped_memory import CudaMemory
     from srt.distributed.peer_setup import open_peer_memory
+    from srt.distributed.row_division import can_divide
     from srt.kernels.build.hopper import runs_on
     from srt.kernels.collectives.large_sum import LargeKernel, boxed_bytes
     from srt.kernels.collectives.medium_sum import MediumKernel
@@ -168,7 +172,9 @@ def _map_peers(tp: TensorParallel, timeout_s: float, most_sum_bytes: int) -> Pee
     most_large_bytes = boxed_bytes(tp.size, most_sum_bytes) if has_room else 0
     if most_large_bytes and not runs_on(tp.device, LargeKernel(tp.size, torch.bfloat16, is_divided=tp.size > 2)):
         most_large_bytes = 0
-    return open_peer_memory(tp, find_memory, timeout_s, most_large_bytes=tp.min_int(most_large_bytes))
+    divided = most_divided_bytes if most_divided_bytes and tp.size == 2 and can_divide(tp.device) else 0
+    sizes = tp.min_int(most_large_bytes), tp.min_int(divided)
+    return open_peer_memory(tp, find_memory, timeout_s, most_large_bytes=sizes[0], most_divided_bytes=sizes[1])
 
 
 def _open_group(rendezvous: str | TcpMeeting, rank: int, size: int, backend: Backend, timeout: timedelta) -> Group:

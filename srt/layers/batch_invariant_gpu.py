@@ -53,9 +53,7 @@ class BatchInvariantGpuOps(LayerOps):
         return rms_norm(x, norm.weight, norm.eps, pdl_of(x))
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
-        if stream.normed is not None:
-            return stream.normed, stream.hidden
-        if stream.delta is None or stream.delta_norm is not None:
+        if stream.normed is not None or stream.delta is None or stream.delta_norm is not None:
             return super().norm_stream(stream, norm)
         return add_rms_norm(stream.hidden, stream.delta, norm.weight, norm.eps, pdl_of(stream.hidden))
 

@@ -72,7 +72,7 @@ class KernelOps(LayerOps):
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
-            return stream.normed, stream.hidden
+            return super().norm_stream(stream, norm)
         if stream.delta is None or not _has_like_norms(stream, norm):
             return super().norm_stream(stream, norm)
         delta_weight, delta_eps = _delta_norm(stream)
@@ -118,6 +118,9 @@ class KernelOps(LayerOps):
         return self.silu_and_mul(super().linear(x, affine)) if product is None else product
 
     def linear_of_norm(self, stream: Stream, norm: Norm, affine: Affine) -> tuple[Tensor, Tensor]:
+        product = _in_halves(stream, affine)
+        if product is not None:
+            return product, stream.hidden
         few = _few(affine, stream.hidden)
         if few is not None and stream.delta_norm is None:  # a norm more would be read by each program
             return self._gemv_of_norm(stream, norm, *few, affine.bias)
@@ -132,6 +135,9 @@ class KernelOps(LayerOps):
     def gated_linear_of_norm(
         self, stream: Stream, norm: Norm, affine: Affine, is_gelu: bool = False
     ) -> tuple[Tensor, Tensor]:
+        product = None if is_gelu else self._gated_as_rows_arrive(stream, affine)
+        if product is not None:
+            return product, stream.hidden
         if stream.weighted is not None:
             assert stream.weighted.weight is norm.weight
             product = self._gated(stream.weighted, affine)
@@ -326,6 +332,16 @@ class KernelOps(LayerOps):
         tiles = gemm.tiles(rows, matrix)
         return None if tiles is None else gemm.multiply(x, matrix, tiles)
 
+    def _gated_as_rows_arrive(self, stream: Stream, affine: Affine) -> Tensor | None:
+        """Return the gated product of rows that two ranks divide, this rank's first; None without a kernel for it, or if none do."""
+        x, division, matrix, gemm = stream.normed, stream.division, affine.streamed, self._gated_gemm
+        if x is None or division is None or not isinstance(matrix, Tensor) or gemm is None:
+            return None
+        tiles = gemm.tiles(x, matrix)
+        if tiles is None:
+            return None
+        return gemm.multiply(x, matrix, tiles, late=division.late_rows())
+
     def _streamed(self, x: Tensor | Weighted, affine: Affine, ending: Ending = PLAIN) -> Tensor | None:
         """Return the product by `StreamGemm`; None if other kernels are faster."""
         chosen = self._choose(_rows(x), affine, ending)
@@ -426,6 +442,22 @@ class _Chosen(NamedTuple):
     tiles: StreamTiles
     added_to: Callable[[Tensor], Added | None]
     """Returns what adapters add to the products of these rows."""
+
+
+def _in_halves(stream: Stream, affine: Affine) -> Tensor | None:
+    """Return the product of a step whose rows two ranks divide, this rank's first; None if none do, or the weight is no plain matrix."""
+    x, division, matrix = stream.normed, stream.division, affine.matrix
+    if x is None or division is None or matrix is None:
+        return None
+    product = x.new_empty((len(x), len(matrix)))
+    for rows in (division.own, division.others):
+        if rows is division.others:
+            division.await_others()
+        if affine.bias is None:
+            torch.mm(x[rows], matrix.t(), out=product[rows])
+        else:
+            torch.addmm(affine.bias, x[rows], matrix.t(), out=product[rows])
+    return product
 
 
 def _nothing(x: Tensor) -> None:

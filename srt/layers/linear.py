@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from srt.layers.norm import RMSNorm
 from srt.layers.ops import TORCH_OPS, Affine, LayerOps, Stream
 from srt.layers.quantization.weight import LinearWeight, Place, PlainWeight
 from srt.layers.weights import ColumnPart, WeightedModule, WeightPiece
+
+if TYPE_CHECKING:
+    from srt.distributed.row_division import RowDivision
 
 
 class LinearLayer(WeightedModule):
@@ -145,13 +149,32 @@ class RowParallelLinear(LinearLayer):
         total = self._tp.all_reduce(self.summand(x))
         return total if self.bias is None else total + self.bias
 
-    def onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm | None) -> Stream:
-        """Return hidden + y, prepared for `next_norm` if given. May overwrite `hidden`."""
+    def onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm | None, division: RowDivision | None = None) -> Stream:
+        """Return hidden + y, prepared for `next_norm` if given. May overwrite `hidden`.
+
+        With `division`, two ranks divide the rows, and only this rank's rows of `hidden` are read and written.
+        """
+        if division is not None:
+            assert next_norm is not None, "the other rank's rows would have no sum"
+            return self._own_rows_onto(hidden, x, next_norm, division)
         if self._tp.size == 1:
             return self._ops.linear_onto(hidden, x, self.affine, None if next_norm is None else next_norm.norm)
         if self.bias is not None:
             return Stream(hidden, self(x))
         return sum_onto(self._tp, self._ops, hidden, self.summand(x), next_norm)
+
+    @property
+    def can_divide_rows(self) -> bool:
+        """Whether `onto` takes a division."""
+        return self.weight.matrix is not None and self.bias is None
+
+    def _own_rows_onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm, division: RowDivision) -> Stream:
+        matrix, norm = self.weight.matrix, next_norm.norm
+        assert matrix is not None and self.bias is None
+        self._ops.project_into(x[division.others], matrix, division.begin_sum())
+        division.send_part()
+        part = self._ops.project(x[division.own], matrix)
+        return Stream(hidden, normed=division.finish_sum(part, hidden, norm.weight, norm.eps), division=division)
 
     def summand(self, x: Tensor) -> Tensor:
         """Return what this rank adds to y, without the bias."""

@@ -18,6 +18,7 @@ from srt.layers.moe.expert_ops import TORCH_EXPERT_OPS, Choice, ExpertOps, Exper
 from srt.layers.quantization.weight import LinearWeight
 
 if TYPE_CHECKING:
+    from srt.distributed.row_division import RowDivision
     from srt.kernels.gemm.packed_matrix import PackedMatrix
     from srt.kernels.gemm.stream_gemm import Weighted
     from srt.model_executor.forward_batch_info import ForwardBatch
@@ -35,6 +36,8 @@ class Stream:
     """The sum multiplied by the next norm's weight, if the operation that formed the sum knew that norm; then there is no delta."""
     normed: Tensor | None = None
     """The sum after the next norm, under the same conditions."""
+    division: RowDivision | None = None
+    """Set if two ranks divide the step's rows. After a sum, `hidden` is then right in own rows only, and `normed` arrives in the others."""
 
     @property
     def total(self) -> Tensor:
@@ -105,6 +108,8 @@ class LayerOps:
 
     def norm_stream(self, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
         if stream.normed is not None:
+            if stream.division is not None:
+                stream.division.await_others()
             return stream.normed, stream.hidden
         hidden = self.total(stream)
         return self.norm(hidden, norm), hidden

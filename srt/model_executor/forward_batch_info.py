@@ -96,6 +96,9 @@ class ForwardBatch:
     """[T, hidden size]: the hidden states from the stage before, or what a head reads beside its tokens; else None. The residual is already
     added to them."""
 
+    is_captured: bool = False
+    """Whether a graph captures the step, or it prepares that."""
+
     @property
     def received(self) -> torch.Tensor:
         """The hidden states from the stage before, in a stage that has one before it, or those that a head reads."""

@@ -40,7 +40,7 @@ from srt.server_args import ServerArgs
 from srt.utils.checkpoint import is_sharded
 from srt.utils.errors import StartError
 from srt.utils.kv_scales_file import read_scales_file
-from srt.utils.layer_spec import AttentionKind, LatentAttention, SelfAttention
+from srt.utils.layer_spec import AttentionKind, FeedForward, LatentAttention, SelfAttention
 from srt.utils.model_config import ModelConfig
 from srt.utils.page_groups import MemoryShares, PageGroups
 from srt.utils.pipeline_stage import Stage, stages_of
@@ -359,6 +359,15 @@ def most_sum_bytes(args: ServerArgs, config: ModelConfig) -> int:
     prompt_tokens = config.context_length if args.prefill_chunk == -1 else args.prefill_chunk
     tokens = min(prompt_tokens, config.context_length) + args.max_running_requests
     return tokens * config.hidden_size * resolve_dtype(args, config).itemsize
+
+
+def most_divided_bytes(args: ServerArgs, config: ModelConfig) -> int:
+    """Return the bytes of the hidden states of the largest step whose rows two ranks may divide; 0 if they divide none of this model's."""
+    is_dense = all(isinstance(layer.feed_forward, FeedForward) for layer in config.layers)
+    if args.tp_size != 2 or args.pp_size > 1 or args.enable_deterministic_inference or not is_dense:
+        return 0
+    is_fused = "fused" in config.fast_paths and config.weight_formats.is_plain
+    return most_sum_bytes(args, config) if is_fused else 0
 
 
 def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:

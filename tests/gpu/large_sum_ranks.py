@@ -14,6 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks import models
+from benchmarks.prompt_chunks import Chunks
 from srt.distributed.errors import CollectiveError
 from srt.distributed.parallel_state import TensorParallel
 from srt.distributed.peer_memory import PeerMemory
@@ -21,7 +23,11 @@ from srt.distributed.rendezvous import init_tensor_parallel
 from srt.kernels.collectives.large_sum import UNIT_BYTES, LargeSums
 from srt.kernels.collectives.peer_sum import MOST_BYTES
 from srt.kernels.elementwise.rms_norm import add_rms_norm
+from srt.model_executor.startup.start_runner import start_runner
+from srt.server_args import parse_args
+from srt.utils.model_config import ModelConfig
 from tests.gpu.peer_ranks import DTYPES, Delay, check, part_of, sum_of
+from tests.support.runners import logits_in
 
 SHAPES = (
     *((257, 4096), (300, 4096), (1000, 4096), (2049, 4096), (8192, 4096)),
@@ -154,6 +160,87 @@ def gone(tp: TensorParallel) -> None:
         check(False, "a sum without a peer")
 
 
+def halves(tp: TensorParallel) -> None:
+    """Sums of which each rank finishes half of the rows, many in a row, while ranks and their copies are late."""
+    peers, delay, same = peers_of(tp), Delay(tp.rank), random.Random(11)
+    # What makes the copies late must need no multiprocessor: kernels that wait have all of them.
+    late, slow = random.Random(tp.rank), torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)
+    arrived = torch.empty_like(slow, device=tp.device)
+    for number in range(40):
+        rows, columns = same.choice(((2048, 4096), (2049, 4096), (3000, 1024), (4097, 2560), (8192, 4096)))
+        dtype = same.choice((torch.bfloat16, *DTYPES)) if rows < 8192 else torch.bfloat16
+        division = peers.divide(rows, columns, dtype, is_alone=False)
+        assert division is not None, (rows, columns)
+        hidden, weight = (
+            part_of(7, number, rows * columns * dtype.itemsize, dtype).view(rows, columns),
+            part_of(8, 0, columns * dtype.itemsize, dtype),
+        )
+        works, formed = [3 * number + i for i in range(3)], []
+        for work in works:
+            part = part_of(tp.rank, work, rows * columns * dtype.itemsize, dtype).view(rows, columns)
+            delay()
+            with torch.cuda.stream(division._divisions._copies):
+                size = late.randrange(len(slow))
+                arrived[:size].copy_(slow[:size], non_blocking=True)
+            division.begin_sum().copy_(part[division.others])
+            division.send_part()
+            delay()
+            normed = division.finish_sum(part[division.own].clone(), hidden, weight, 1e-6)
+            delay()
+            division.await_others()
+            formed.append(normed.clone())
+        expected = part_of(7, number, rows * columns * dtype.itemsize, dtype).view(rows, columns)
+        for work, normed in zip(works, formed, strict=True):
+            part = part_of(tp.rank, work, rows * columns * dtype.itemsize, dtype).view(rows, columns)
+            whole = peers.add_and_norm(part, expected, weight, 1e-6)
+            assert whole is not None
+            expected = whole[1]
+            check(torch.equal(normed, whole[0]), "norm", number, rows, dtype)
+        check(torch.equal(hidden[division.own], expected[division.own]), "stream", number, rows, dtype)
+
+
+def model(tp: TensorParallel) -> None:
+    """Layers of a real shape compute the same bits whether their rows are divided or not, in chunks of several sizes."""
+    peers = peers_of(tp)
+    divisions = peers._divisions
+    assert divisions is not None
+    words = ["--model-path", models.folder_of("llama-3.1-8b"), "--load-format", "dummy", "--tp", "2"]
+    words += ["--json-model-override-args", '{"num_hidden_layers": 4}', "--chunked-prefill-size", "8192"]
+    words += ["--max-total-tokens", "16384", "--max-running-requests", "8", "--disable-cuda-graph"]
+    args = parse_args(words)
+    config = ModelConfig.from_folder(args.model_path, args.model_overrides())
+    runner = start_runner(args, config, args.model_path, tp, tp.device)
+    for tokens, prompts in ((8192, 2), (6000, 3), (4800, 1), (8192, 1)):
+        chunks, found = Chunks(runner, tokens, prompts), []
+        for way in (divisions, None, divisions):
+            peers._divisions, before = way, divisions.number
+            runner.reset()
+            executed = runner.execute(chunks._section)
+            found.append(logits_in(executed).clone())
+            runner.sample(executed).result()
+            check(divisions.number - before == (0 if way is None else 6), "sums of divided rows", tokens)
+        check(torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), "logits", tokens)
+
+
+def gone_halves(tp: TensorParallel) -> None:
+    """Rank 1 leaves while rank 0 waits for its part of a divided sum."""
+    peers = peers_of(tp)
+    x = torch.ones(2048, 4096, dtype=torch.bfloat16, device=tp.device)
+    division = peers.divide(2048, 4096, x.dtype, is_alone=False)
+    assert division is not None
+    if tp.rank == 1:
+        return
+    division.begin_sum().fill_(1)
+    division.send_part()
+    try:
+        with tp.naming_lost_peer():
+            division.finish_sum(x[division.own].clone(), x, x[0].clone(), 1e-6).sum().item()
+    except CollectiveError as error:
+        check(str(error).startswith("rank 0 lost the others: rank 1 sent nothing for 3 s"), str(error))
+    else:
+        check(False, "a divided sum without a peer")
+
+
 def peers_of(tp: TensorParallel) -> PeerMemory:
     peers = tp._peers
     check(peers is not None and peers._large is not None, "no memory of peers")
@@ -161,7 +248,16 @@ def peers_of(tp: TensorParallel) -> PeerMemory:
     return peers
 
 
-CASES = {"large": large, "pieces": large, "sums": sums, "graph": graph, "gone": gone}
+CASES = {
+    "large": large,
+    "pieces": large,
+    "sums": sums,
+    "graph": graph,
+    "halves": halves,
+    "model": model,
+    "gone": gone,
+    "gone-halves": gone_halves,
+}
 
 
 def main(cases: str, rank: int, size: int, rendezvous: str) -> None:
@@ -171,10 +267,21 @@ def main(cases: str, rank: int, size: int, rendezvous: str) -> None:
     groups = []  # none is left before the end: after `gone` the device would refuse what NCCL does then
     with torch.inference_mode():
         for case in cases.split(","):
-            timeout_s, most = 3.0 if case == "gone" else 60.0, BOXED.get(case, BOXED["large"])
+            timeout_s, most = 3.0 if case.startswith("gone") else 60.0, BOXED.get(case, BOXED["large"])
             begin_s = time.perf_counter()
-            point = f"{rendezvous}-{case}"
-            groups.append(init_tensor_parallel(rank, size, point, "nccl", device, timeout_s, most_sum_bytes=most))
+            point, divided = f"{rendezvous}-{case}", most + (4 << 20)
+            groups.append(
+                init_tensor_parallel(
+                    rank,
+                    size,
+                    point,
+                    "nccl",
+                    device,
+                    timeout_s,
+                    most_sum_bytes=most,
+                    most_divided_bytes=divided,
+                )
+            )
             CASES[case](groups[-1])  # graphs end before it does: NCCL would wait for them
             print(f"{case}: {time.perf_counter() - begin_s:.1f} s", flush=True)
     print("done", flush=True)

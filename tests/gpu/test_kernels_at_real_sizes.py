@@ -14,6 +14,7 @@ from srt.kernels.attention.paged_kv import PagedKV
 from srt.kernels.attention.shared_prefix import SharedPrefix, find_shared, shared_attention
 from srt.kernels.attention.stream_attention import can_stream, is_streamed, shares_of, stream_attention
 from srt.kernels.attention.wide_decode import is_wide, wide_decode
+from srt.kernels.build.arrival import Arrival, LateRows
 from srt.kernels.elementwise.rotary import prepare_qkv
 from srt.kernels.gemm.gated_gemm import GatedGemm
 from srt.kernels.gemm.stream_gemm import (
@@ -187,7 +188,9 @@ def test_heads_are_normed_rotated_and_stored_by_their_product(
 
 
 @pytest.mark.parametrize("num_rows", [65, 128, 130, 192, 256, 500, 1024, 2345])
-@pytest.mark.parametrize(("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (5120, 17408), (2048, 8200)])
+@pytest.mark.parametrize(
+    ("hidden_size", "inner_size"), [(1024, 3072), (4096, 12288), (4096, 14336), (5120, 17408), (2048, 8200)]
+)
 def test_gated_products_are_right_and_the_same_every_time(hidden_size: int, inner_size: int, num_rows: int) -> None:
     gemm = GatedGemm(CUDA)
     x = torch.cat((randn(num_rows, hidden_size), torch.full_like(randn(64, hidden_size), float("nan"))))[:num_rows]
@@ -201,6 +204,35 @@ def test_gated_products_are_right_and_the_same_every_time(hidden_size: int, inne
     product = gemm.multiply(x, weight, tiles)
     assert_near(product, F.silu(gate) * up)
     assert all(torch.equal(gemm.multiply(x, weight, tiles), product) for _ in range(20))
+
+
+@pytest.mark.parametrize("num_rows", [2048, 2500, 8192])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_gated_product_reads_late_rows_once_they_have_arrived(num_rows: int, is_second: bool) -> None:
+    """Rows are NaN until long after the launch, when another stream copies them, and a number behind them.
+
+    A copy from the host needs no multiprocessor: the kernel has all of them.
+    """
+    gemm, other = GatedGemm(CUDA), torch.cuda.Stream()
+    x, weight = randn(num_rows, 2048), randn(2 * 7168, 2048) * 2048**-0.5
+    halves = slice(0, 1280), slice(1280, num_rows)
+    own, late = halves[is_second], halves[not is_second]
+    arriving, number = x[late].cpu().pin_memory(), torch.zeros(1, dtype=torch.int64, device=CUDA)
+    numbers = torch.arange(21).pin_memory()
+    missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    tiles = gemm.tiles(randn(8192, 2048), weight)
+    assert tiles is not None
+    expected = gemm.multiply(x, weight, tiles)
+    for run in range(1, 21):
+        x[late] = float("nan")
+        torch.cuda.synchronize()
+        arrival = Arrival(number.data_ptr(), run, missing.data_ptr(), 10**10, 1)
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(run * 100_000)
+            x[late].copy_(arriving, non_blocking=True)
+            number.copy_(numbers[run : run + 1], non_blocking=True)
+        product = gemm.multiply(x, weight, tiles, late=LateRows(own, arrival))
+        assert torch.equal(product, expected), run
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 100, 256, 1024])

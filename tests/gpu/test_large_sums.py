@@ -32,8 +32,16 @@ def test_large_sums_are_those_of_rank_order_however_late_a_rank_comes(cases: str
     run_ranks(cases, tmp_path, size, MODULE)
 
 
-def test_a_peer_that_is_gone_ends_the_wait_of_a_large_sum_with_an_error_that_names_it(tmp_path: Path) -> None:
-    run_ranks("gone", tmp_path, 2, MODULE)
+@pytest.mark.parametrize("case", ["halves", "model"])
+def test_divided_rows_have_the_bits_of_whole_sums(case: str, tmp_path: Path) -> None:
+    run_ranks(case, tmp_path, 2, MODULE)
+
+
+@pytest.mark.parametrize("case", ["gone", "gone-halves"])
+def test_a_peer_that_is_gone_ends_the_wait_of_a_large_sum_with_an_error_that_names_it(
+    case: str, tmp_path: Path
+) -> None:
+    run_ranks(case, tmp_path, 2, MODULE)
 
 
 def test_prompts_with_large_sums_are_continued_as_on_a_cpu(checkpoint: CheckpointFactory) -> None:

@@ -31,9 +31,15 @@ def test_sums_go_the_way_that_was_chosen_last() -> None:
         def add_and_norm(self, *_: object) -> str:
             return "fused"
 
-    peers = Peers(_large="boxes")
+    peers = Peers(_large="boxes", _divisions="halves")
     found = []
-    for way in ("nccl", "sums", "fused", "sums", "nccl"):
-        choose_way(peers, "boxes", way)  # type: ignore[arg-type]  # which has what is changed
-        found.append((peers._large, peers.add_and_norm(1, 2)))
-    assert found == [(None, "fused"), ("boxes", None), ("boxes", "fused"), ("boxes", None), (None, "fused")]
+    for way in ("nccl", "sums", "divided", "fused", "sums", "nccl"):
+        choose_way(peers, "boxes", "halves", way)  # type: ignore[arg-type]  # which has what is changed
+        found.append((peers._large, peers.add_and_norm(1, 2), peers._divisions))
+    ways = {
+        "nccl": (None, "fused", None),
+        "sums": ("boxes", None, None),
+        "fused": ("boxes", "fused", None),
+        "divided": ("boxes", "fused", "halves"),
+    }
+    assert found == [ways[way] for way in ("nccl", "sums", "divided", "fused", "sums", "nccl")]

@@ -22,11 +22,12 @@ __device__ __forceinline__ float2 load_pair(const float* from) {
 
 // `width` is the number of columns of the result. If SCALED, x was multiplied by a norm's weight only, and `x_squares` holds the sums of
 // squares for `find_scales`. If PARTED, the sums of each `split_blocks` blocks begin at zero and are added to a total.
-// Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data.
+// Tiles are processed in bands of BAND rows of tiles, so that programs that run together read the same data. If AWAITS, the rows from tile
+// `first_tile` on come first, and those behind the first `own_tiles` are read once they have arrived.
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
     gated_gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const float* x_squares,
               const float* x_scales, const float* w_scales, u16* out, int num_rows, int width, int num_blocks, int split_blocks,
-              int x_parts, float eps) {
+              int x_parts, float eps, const __grid_constant__ Arrival arrival, int first_tile, int own_tiles) {
   extern __shared__ char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ float scales[SCALED ? MOST_SCALED : 1];
@@ -46,10 +47,11 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
   __syncthreads();
   meet_cluster();
 
-  auto row_of = [&](int item) {
+  auto tile_of = [&](int item) {  // of rows
     const int band = item / (BAND * num_columns) * BAND, height = min(BAND, num_row_tiles - band);
-    return (band + item % (BAND * num_columns) % height) * ROWS;
+    return band + item % (BAND * num_columns) % height;
   };
+  auto row_of = [&](int item) { return (AWAITS ? (tile_of(item) + first_tile) % num_row_tiles : tile_of(item)) * ROWS; };
   auto column_of = [&](int item) {
     const int band = item / (BAND * num_columns) * BAND, height = min(BAND, num_row_tiles - band);
     return (item % (BAND * num_columns) / height * CLUSTER + rank) * WIDTH;
@@ -77,8 +79,14 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + 128, 1)
       }
       asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
       asm volatile("griddepcontrol.wait;" ::: "memory");
+      bool has_all = !AWAITS;
       for (int item = first_item; item < num_items; item += num_clusters) {
         const int row = row_of(item) + rank * (ROWS / CLUSTER), column = column_of(item);
+        if (!has_all && tile_of(item) >= own_tiles) {
+          await(arrival);
+          asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads in another proxy, which an acquire does not order
+          has_all = true;
+        }
         for (int block = 0; block < num_blocks; block++, advance()) {
           const u32 to = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
           if (item != first_item || block >= early) {

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from srt.kernels.build.arrival import ARRIVAL, Arrival, LateRows
 from srt.kernels.build.hopper import (
     BLOCK_K,
     launch,
@@ -54,6 +55,7 @@ class GatedTiles:
     is_rounded: bool = False  # both operands have e4m3 numbers, two in the place of one of bfloat16
     is_scaled: bool = False  # x was multiplied by a norm's weight, and the factors of its rows are still to be applied
     is_gated: bool = True  # otherwise the result is the product itself
+    awaits: bool = False  # some rows of x arrive while the kernel runs
     is_parted: bool = False  # the inner dimension is cut into splits, whose sums are added; takes twice the registers
 
     @property
@@ -82,7 +84,7 @@ class GatedTiles:
 
     @property
     def source(self) -> str:
-        return source_of(_SOURCE, self.w_rows, ROW_TILES)
+        return source_of(_SOURCE, self.w_rows, ARRIVAL, ROW_TILES)
 
     @property
     def constants(self) -> Mapping[str, int]:
@@ -97,6 +99,7 @@ class GatedTiles:
             "ROUNDED": int(self.is_rounded),
             "GATED": int(self.is_gated),
             "PARTED": int(self.is_parted),
+            "AWAITS": int(self.awaits),
             "MOST_SCALED": _MOST_FITTED_ROWS,
         }
 
@@ -176,11 +179,12 @@ class GatedGemm:
         tiles: GatedTiles,
         split: int = 0,
         out: torch.Tensor | None = None,
+        late: LateRows | None = None,
     ) -> torch.Tensor:
         """Return silu(x @ first half of weight.T) * (x @ second half), rounded once; x is rounded to e4m3 if the weight says so.
 
         Without gates return x @ weight.T. With parted tiles `split` elements of the inner dimension are one sum. The result is
-        written to `out` if given.
+        written to `out` if given. With `late` some rows of x, the last or the first ones, arrive while the kernel runs.
         """
         assert (split > 0) == tiles.is_parted and split % BLOCK_K == 0 and not (tiles.is_parted and tiles.is_gated)
         squares, parts, eps = None, 0, 0.0
@@ -199,12 +203,20 @@ class GatedGemm:
         assert weight.shape[1] == k and weight.is_contiguous()
         out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device) if out is None else out
         assert out.shape == (num_rows, n) and out.dtype is x.dtype and out.is_contiguous(), (out.shape, out.dtype)
+        arrival, first_tile, own_tiles = Arrival(), 0, 0
+        if late is not None:
+            own, arrival = late
+            assert num_rows > _MOST_FITTED_ROWS and own.start % tiles.rows == 0, (num_rows, own)
+            assert own.stop == num_rows or (own.start == 0 and own.stop % tiles.rows == 0), (num_rows, own)
+            tiles = replace(tiles, awaits=True)
+            first_tile, own_tiles = own.start // tiles.rows, -(-(own.stop - own.start) // tiles.rows)
         w_map = _map_of_gates(weight, n, tiles.width) if tiles.is_gated else map_of(weight, tiles.width)
         x_map = map_of(x, tiles.rows // tiles.cluster)
         num_items = -(-num_rows // tiles.rows) * -(-n // (tiles.width * tiles.cluster))
         num_clusters = min(num_items, most_clusters(tiles, x.device.index, tiles.cluster))
         with torch.cuda.device(x.device):
-            arguments = squares, x_scales, w_scales, out, num_rows, n, k // BLOCK_K, split // BLOCK_K, parts, eps
+            sizes = num_rows, n, k // BLOCK_K, split // BLOCK_K, parts, eps
+            arguments = squares, x_scales, w_scales, out, *sizes, arrival, first_tile, own_tiles
             grid = num_clusters * tiles.cluster, 1, 1
             launch(tiles, grid, (w_map, x_map), arguments, is_dependent=num_rows <= _MOST_FITTED_ROWS)
         return out

@@ -387,7 +387,7 @@ def load_runner(child: Child) -> ModelRunner:
     import torch
 
     from srt.distributed.rendezvous import init_pipeline, init_tensor_parallel
-    from srt.model_executor.loaded_model import link_stages, most_sum_bytes, resolve_device
+    from srt.model_executor.loaded_model import link_stages, most_divided_bytes, most_sum_bytes, resolve_device
     from srt.model_executor.startup.start_runner import start_runner
 
     # A worker's operations run one after the other, so threads that run several at once would only take cores. The number of threads
@@ -416,6 +416,7 @@ def load_runner(child: Child) -> ModelRunner:
         expert_groups=1 if exchange is not None else args.ep_size,
         exchange=exchange,
         most_sum_bytes=most_sum_bytes(args, config),
+        most_divided_bytes=most_divided_bytes(args, config),
     )
     pipeline = init_pipeline(
         stage, layout.pp, meeting_of(f"pipeline-{tp_rank}-"), args.dist_timeout, args.window + layout.pp - 1

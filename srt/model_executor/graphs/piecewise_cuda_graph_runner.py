@@ -398,6 +398,7 @@ class PiecewiseCudaGraphRunner:
             attn_backend=attention,
             output_tokens=None if self._returns_all else inputs.output_tokens[:size],
             stage_input=None if inputs.stage_input is None else inputs.stage_input[:size],
+            is_captured=True,
         )
 
 

@@ -17,19 +17,24 @@ REPORTED_TOKENS = (
 )
 
 
-def largest_step(loaded: LoadedModel) -> tuple[PlanSection, int]:
-    """Return the largest step that this worker's options allow, and its number of prompt tokens."""
+def largest_step(loaded: LoadedModel, reports: bool = True) -> tuple[PlanSection, int]:
+    """Return the largest step that this worker's options allow, with or without logprobs of prompts, and its number of prompt tokens."""
     args, config = loaded.args, loaded.config
     longest = max(1, config.context_length - 1)
     prompt_tokens = longest if args.prefill_chunk == -1 else min(args.prefill_chunk, longest)
-    section = peak_section(args.max_running_requests, prompt_tokens, longest, args.page_size, config.vocab_size)
+    section = peak_section(
+        args.max_running_requests, prompt_tokens, longest, args.page_size, config.vocab_size, reports
+    )
     return section, prompt_tokens
 
 
-def peak_section(num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int) -> PlanSection:
+def peak_section(
+    num_slots: int, prompt_tokens: int, longest: int, page_size: int, vocab_size: int, reports: bool = True
+) -> PlanSection:
     """Return a step with `prompt_tokens` tokens of one request and one token of each other request, one of which is `longest` tokens long.
 
-    Every row samples and uses every sampling parameter. All pages are page 0, so the results have no meaning.
+    Every row samples and uses every sampling parameter and, if it `reports`, logprobs of prompt tokens. All pages are page 0, so the
+    results have no meaning.
     """
     lengths = [min(prompt_tokens, longest), longest, *([min(2, longest)] * num_slots)][:num_slots]
     cached = [0, *(length - 1 for length in lengths[1:])]
@@ -37,7 +42,15 @@ def peak_section(num_slots: int, prompt_tokens: int, longest: int, page_size: in
     num_pages = int32_array([-(-(length + 1) // page_size) for length in lengths])
     slots = int32_array(range(len(lengths)))
     admissions = [
-        Admission(slot, int32_array([1] * length), length, done, slot, _all_sampling(vocab_size), _all_logprobs(length))
+        Admission(
+            slot,
+            int32_array([1] * length),
+            length,
+            done,
+            slot,
+            _all_sampling(vocab_size),
+            _all_logprobs(length, reports),
+        )
         for slot, (length, done) in enumerate(zip(lengths, cached, strict=True))
     ]
     return PlanSection(
@@ -69,5 +82,6 @@ def _all_sampling(vocab_size: int) -> SamplingSpec:
     )
 
 
-def _all_logprobs(length: int) -> LogprobSpec:
-    return LogprobSpec(output=True, prompt_start=max(0, length - REPORTED_TOKENS), top=MAX_TOP_LOGPROBS)
+def _all_logprobs(length: int, reports: bool) -> LogprobSpec:
+    first = max(0, length - REPORTED_TOKENS) if reports else -1
+    return LogprobSpec(output=True, prompt_start=first, top=MAX_TOP_LOGPROBS)

@@ -116,6 +116,9 @@ def _go_through_steps(
     with precompiling(first):
         run_to_the_end(trial, largest_step(loaded)[0])
         trial.reset()
+        if loaded.tp.size == 2:  # ranks may divide the rows of a step that reports nothing of prompts
+            run_to_the_end(trial, largest_step(loaded, reports=False)[0])
+            trial.reset()
         decodes = DecodeRunner.of(loaded, state, None, None)
         parts = loaded, state, RowSampler(loaded, state, decodes), StepGraphs(loaded, decodes)
         is_drafted = loaded.args.speculative_algorithm is not None

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from srt.distributed import row_division
 from srt.distributed.errors import CollectiveError
 from srt.distributed.mapped_memory import HANDLE_BYTES, LOCATION_BYTES
 from srt.distributed.parallel_state import TensorParallel
-from srt.distributed.peer_memory import Boxes, PeerMemory, large_place, medium_place
+from srt.distributed.peer_memory import Boxes, PeerMemory, divided_place, large_place, medium_place
 from srt.distributed.peer_setup import open_peer_memory
 from srt.kernels.build import hopper
-from srt.kernels.collectives import large_sum, medium_sum
+from srt.kernels.collectives import medium_sum
 from srt.kernels.collectives.large_sum import boxed_bytes
 from tests.support.ranks import run_ranks
 
@@ -145,8 +146,14 @@ def test_medium_and_large_sums_have_their_boxes_behind_those_of_small_tensors(tm
 
     def work(tp: TensorParallel) -> tuple[set[int], set[int], bool]:
         memory = FakeMemory(host, tp.rank)
-        peers = open_peer_memory(tp, lambda: memory, timeout_s=1, most_large_bytes=most_bytes)
+        peers = open_peer_memory(
+            tp, lambda: memory, timeout_s=1, most_large_bytes=most_bytes, most_divided_bytes=5 << 20
+        )
         assert peers is not None and peers._large is not None and peers._medium is not None
+        assert peers._divisions is not None
+        divided_at = peers._divisions.address - peers._mail.memories[tp.rank]
+        assert divided_at == peers._divisions.peer_address - peers._mail.memories[1 - tp.rank]
+        assert divided_at == divided_place(2, most_bytes)
         tp.min_int(0)
         small, medium, large = peers._mail, peers._medium.mail, peers._large.mail
         places = [{mail.memories[rank] - small.memories[rank] for rank in range(tp.size)} for mail in (medium, large)]
@@ -159,7 +166,7 @@ def test_medium_and_large_sums_have_their_boxes_behind_those_of_small_tensors(tm
 
     assert run_ranks(2, tmp_path, work) == [({medium_place(2)}, {large_place(2)}, True)] * 2
     sizes = [len(block) for block in host.blocks.values()]
-    assert sizes == [large_place(2) + large_sum.memory_bytes(2, most_bytes)] * 2
+    assert sizes == [divided_place(2, most_bytes) + row_division.memory_bytes(5 << 20)] * 2
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,9 @@ def test_it_compiles_for_hopper_with_tiles_of_every_height(num_rows: int) -> Non
     assert tiles is not None
     tiles = replace(tiles, is_scaled=num_rows <= 256)
     assert compile_source(tiles.source, tiles.constants, ARCHITECTURE).startswith(b"\x7fELF")
+    if num_rows == 8192:
+        awaiting = replace(tiles, awaits=True)
+        assert compile_source(awaiting.source, awaiting.constants, ARCHITECTURE).startswith(b"\x7fELF")
     if num_rows == 192:
         rounded = replace(tiles, is_rounded=True)
         assert compile_source(rounded.source, rounded.constants, ARCHITECTURE).startswith(b"\x7fELF")
