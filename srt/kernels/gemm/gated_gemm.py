@@ -38,7 +38,8 @@ _MOST_FITTED_ROWS: Final = 256
 """Above this, which is more than a decode step has, one variant serves all row counts, so that new prompt lengths compile nothing."""
 _MOST_STAGES: Final = 8
 _LEAST_SHARE: Final = 0.7  # smallest share of the multiprocessors that must have work
-_LEAST_USE: Final = 0.85  # smallest share of useful multiplications with many rows; cuBLAS has tiles of more sizes
+_LEAST_USE: Final = 0.85
+"""Smallest share of useful multiplications in several waves of tiles; cuBLAS has tiles of more sizes."""
 _WIDEST_ROUNDED: Final = 80  # columns of a tile twice 64 rows high, of e4m3
 _LOADING: Final = 0.4  # cost of loading one row or column of a tile; multiplying one column of 128 rows costs 1
 
@@ -110,13 +111,15 @@ class GatedTiles:
             return None
         if num_rows > _MOST_FITTED_ROWS:
             tiles = PROMPTS
-            done = tiles._waves(num_rows, n, num_processors) * num_processors * tiles.rows * tiles.width
-            return tiles if num_rows * n >= _LEAST_USE * done else None
+            return tiles if tiles._use(num_rows, n, num_processors) >= _LEAST_USE else None
         enough = [one for one in cls._all() if one._count(num_rows, n) >= _LEAST_SHARE * num_processors]
         best = min(enough, key=lambda one: one.cost_of(num_rows, n, num_processors), default=None)
-        if best is None or (best.rows < num_rows and best._waves(num_rows, n, num_processors) > 1):
-            return None  # weights would be read twice, at different times
-        return best.with_stages()
+        if best is None:
+            return None
+        # On an H200 two full waves were faster than cuBLAS, three were not.
+        is_full = best._use(num_rows, n, num_processors) >= _LEAST_USE
+        pays = is_full and best._waves(num_rows, n, num_processors) == 2
+        return best.with_stages() if pays or best.reads_once(num_rows, n, num_processors) else None
 
     @classmethod
     def _all(cls) -> Iterator[GatedTiles]:
@@ -139,6 +142,15 @@ class GatedTiles:
 
     def _waves(self, num_rows: int, n: int, num_processors: int) -> int:
         return -(-self._count(num_rows, n) // num_processors)
+
+    def reads_once(self, num_rows: int, n: int, num_processors: int) -> bool:
+        """Return whether each weight is read by programs that run at the same time."""
+        return self.rows >= num_rows or self._waves(num_rows, n, num_processors) == 1
+
+    def _use(self, num_rows: int, n: int, num_processors: int) -> float:
+        """Return the share of useful multiplications."""
+        done = self._waves(num_rows, n, num_processors) * num_processors * self.rows * self.width
+        return num_rows * n / done
 
     def cost_of(self, num_rows: int, n: int, num_processors: int) -> float:
         """Return the time of a product of n columns in arbitrary units."""
@@ -166,8 +178,11 @@ class GatedGemm:
         if isinstance(weight, PackedMatrix):
             if not weight.rounds_inputs or len(x) > _MOST_FITTED_ROWS:
                 return None
-            tiles = _choose(len(x), weight.shape[0] // 2, weight.shape[1] // 2, self._num_processors)
-            return None if tiles is None else tiles.for_rounded_rows()
+            sizes = len(x), weight.shape[0] // 2
+            tiles = _choose(*sizes, weight.shape[1] // 2, self._num_processors)
+            if tiles is None or not tiles.reads_once(*sizes, self._num_processors):
+                return None
+            return tiles.for_rounded_rows()
         if weight.dtype is not torch.bfloat16 or not weight.is_contiguous():
             return None
         return _choose(len(x), weight.shape[0] // 2, weight.shape[1], self._num_processors)

@@ -45,6 +45,12 @@ def test_tiles_of_most_sums_become_half_as_high_for_e4m3() -> None:
     assert wide.for_rounded_rows() == replace(wide, is_rounded=True)
 
 
+@pytest.mark.parametrize(("num_rows", "rows"), [(192, 192), (224, None), (225, 128), (256, 128)])
+def test_llamas_product_has_two_waves_where_these_are_full(num_rows: int, rows: int | None) -> None:
+    tiles = choose(num_rows, 14336, 4096)
+    assert (None if tiles is None else tiles.rows) == rows
+
+
 def test_prompts_of_any_length_are_cut_in_one_way() -> None:
     assert len({choose(num_rows, 12288, 4096) for num_rows in range(257, 8193)} - {None}) == 1
 
