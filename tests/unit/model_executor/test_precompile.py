@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ from srt.model_executor.startup.precompile import precompile
 from srt.model_executor.startup.start_runner import build_runner
 from srt.model_executor.startup.trial_runner import trial_runner
 from srt.model_executor.startup.warm_up import warm_up
+from srt.models import decoder
 from srt.models.causal_lm import CausalLM
 from srt.protocol.messages import PlanSection
 from srt.server_args import ServerArgs
@@ -127,6 +128,21 @@ def test_what_fails_in_it_is_told_once_and_the_start_goes_on(
     ]
     warm_up(runner)
     assert tokens_of(runner) == expected
+
+
+def test_the_kernels_of_steps_whose_rows_ranks_divide_are_among_them(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "DIVIDED_PRODUCTS", 0)
+    folder = checkpoint("qwen3")
+
+    def on_rank(tp: TensorParallel) -> int:
+        asked: list[int] = []
+        cast("Any", tp).divide = lambda num_rows, *_: asked.append(num_rows)
+        precompiling_runner(folder, tp=tp, chunked_prefill_size=512)
+        return max(asked)
+
+    assert all(num_rows > 512 for num_rows in run_ranks(2, tmp_path, on_rank))
 
 
 def test_no_rank_waits_for_another_ones_precompiling(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
