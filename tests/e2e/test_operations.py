@@ -233,13 +233,13 @@ def test_a_trace_is_whole_whatever_becomes_of_its_requests(operated: Operated, t
         told = before.iter_raw()
         next(told)
         path = client.post("/start_profile", json={"output_dir": str(tmp_path)}, headers=ADMIN).json()["path"]
-        said = operated.generate("said").json()["text"]
-        operated.generate("stopped", sampling_params={**SHORT, "stop": said[1:2]})
-        operated.generate("two", sampling_params={**SHORT, "n": 2})
-        with client.stream("POST", "/generate", json=body, headers=USER) as left:
-            next(left.iter_raw())
-        client.post("/abort_request", json={"rid": "before"}, headers=ADMIN)
+        client.post("/abort_request", json={"rid": "before"}, headers=ADMIN)  # at once, or it could end by itself
         assert b"".join(told).endswith(b"data: [DONE]\n\n")
+    said = operated.generate("said").json()["text"]
+    operated.generate("stopped", sampling_params={**SHORT, "stop": said[1:2]})
+    operated.generate("two", sampling_params={**SHORT, "n": 2})
+    with client.stream("POST", "/generate", json=body, headers=USER) as left:
+        next(left.iter_raw())
     with client.stream("POST", "/generate", json={**body, "rid": "behind"}, headers=USER) as behind:
         told = behind.iter_raw()
         next(told)
