@@ -117,7 +117,7 @@ class CudaMemory:
 
 
 def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of memory that `allocate` has given. It must outlive the tensor."""
+    """Return a tensor at this address, in memory from `allocate`. The memory must outlive the tensor."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, math.prod(shape) * dtype.itemsize)
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)

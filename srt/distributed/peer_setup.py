@@ -35,7 +35,7 @@ def open_peer_memory(
     `find_memory` returns None if this rank has no kernel for it; it is not called if there are more than MOST_RANKS ranks. A rank that
     waits longer than `timeout_s` for a peer gives up. Runs are counted from `first_run` in 32 bits. With `most_large_bytes`, which is the
     same on all ranks, large tensors are added up too, up to so many bytes in a launch. With `most_divided_bytes` two ranks can divide the
-    rows of steps with hidden states of up to so many bytes.
+    rows of steps whose hidden states have at most that size.
     """
     if tp.size > MOST_RANKS:
         return None

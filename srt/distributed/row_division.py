@@ -89,7 +89,7 @@ class RowDivisions:
         self.number = 0
         """The number of the last sum that has begun."""
         self.is_awaited = True
-        """Whether something has waited for the other's norms of that sum."""
+        """Whether a launch that waits for the other rank's norms of that sum has been asked for. Until then no other sum may begin."""
         self._most_bytes = most_bytes
         self._waits = missing, patience_ns, 1 - rank
 

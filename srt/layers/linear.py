@@ -165,7 +165,7 @@ class RowParallelLinear(LinearLayer):
 
     @property
     def can_divide_rows(self) -> bool:
-        """Whether `onto` takes a division."""
+        """Whether two ranks may divide the rows of its sums: the weight is a plain matrix, and there is no bias."""
         return self.weight.matrix is not None and self.bias is None
 
     def _own_rows_onto(self, hidden: Tensor, x: Tensor, next_norm: RMSNorm, division: RowDivision) -> Stream:

@@ -161,7 +161,7 @@ def gone(tp: TensorParallel) -> None:
 
 
 def halves(tp: TensorParallel) -> None:
-    """Sums of which each rank finishes half of the rows, many in a row, while ranks and their copies are late."""
+    """Many sums one after the other, each rank finishing half of the rows, while ranks and their copies are late."""
     peers, delay, same = peers_of(tp), Delay(tp.rank), random.Random(11)
     # What makes the copies late must need no multiprocessor: kernels that wait have all of them.
     late, slow = random.Random(tp.rank), torch.empty(32 << 20, dtype=torch.uint8, pin_memory=True)

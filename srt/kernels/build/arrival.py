@@ -10,7 +10,7 @@ ARRIVAL: Final = Path(__file__).with_suffix(".cuh")
 
 
 class Arrival(ctypes.Structure):
-    """What to wait for; mirror of the kernels' struct. A kernel that has read the number finds the data."""
+    """Data that another rank is sending, and the number that it writes when all of it is there. Mirror of the kernels' struct."""
 
     _fields_ = (
         ("at", ctypes.c_ulonglong),  # address of the number, in this rank's memory

@@ -16,11 +16,11 @@ import torch
 
 from srt.kernels.build.arrival import ARRIVAL, Arrival
 from srt.kernels.build.hopper import launch, source_of
+from srt.kernels.collectives.large_sum import WORD_BYTES
 from srt.kernels.collectives.peer_sum import KINDS, SUMMANDS, WORDS
 
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 _THREADS: Final = 256
-WORD_BYTES: Final = 16
 _MOST_PARTS: Final = 4
 MOST_ROW_BYTES: Final = _MOST_PARTS * _THREADS * WORD_BYTES
 """A program holds a whole row."""
